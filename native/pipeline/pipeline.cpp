@@ -1,0 +1,296 @@
+// The control of the pipeline: the step, what starts, what ends. What happens to an extent at the
+// disk is in pipeline_disk.cpp, what happens to it in memory in pipeline_memory.cpp.
+#include "pipeline/pipeline.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <stdexcept>
+
+#include "pipeline/check.hpp"
+
+namespace kvdisk {
+
+namespace {
+
+constexpr std::int64_t event_poll_gap_first_ns = 20'000;
+constexpr std::int64_t event_poll_gap_max_ns = 1'000'000;
+
+}  // namespace
+
+Pipeline::Pipeline(const PipelineOptions& options, Ring& ring, SlotRecords& records,
+                   std::span<std::byte> record_staging, io::Backend& backend, Copier& copier,
+                   const Clock& clock, std::uint64_t sequence_next, std::uint64_t sequence_step)
+    : options_(options),
+      ring_(ring),
+      records_(records),
+      record_staging_(record_staging),
+      backend_(backend),
+      copier_(copier),
+      clock_(clock),
+      extents_(ring.buffer_count()),
+      extent_rows_(std::size_t{ring.buffer_count()} * options.rows_per_buffer),
+      record_writes_(options.record_writes),
+      slot_uses_(records.slot_count()),
+      sequence_next_(sequence_next),
+      sequence_step_(sequence_step) {
+    KVDISK_CHECK(options.rows_per_buffer >= 1 && options.rows_per_buffer <= rows_per_buffer_max);
+    KVDISK_CHECK(options.slot_bytes >= options.block_bytes && options.block_bytes > 0);
+    KVDISK_CHECK(options.slot_bytes % options.alignment == 0);
+    KVDISK_CHECK(options.slot_bytes * options.rows_per_buffer <= ring.buffer_bytes());
+    KVDISK_CHECK(options.load_reserve < ring.buffer_count() && options.iodepth >= 1);
+    KVDISK_CHECK(backend.depth() >= 2 * options.iodepth + options.record_writes);
+    KVDISK_CHECK(copier.depth() >= extent_rows_.size());
+    KVDISK_CHECK(record_staging.size() >= record_staging_bytes(options));
+    released_slots_.reserve(extent_rows_.size());
+}
+
+Pipeline::~Pipeline() = default;
+
+// ---------------------------------------------------------------- the step
+
+std::int64_t Pipeline::step() {
+    std::int64_t now = clock_.now_ns();
+    if (stepped_ns_ != 0) {
+        const RingCounts counts = ring_.counts();
+        stats_.ring_used_ns +=
+            static_cast<std::uint64_t>(now - stepped_ns_) * (counts.used + counts.quarantined);
+    }
+    stepped_ns_ = now;
+    moved_ = false;
+
+    // First whatever keeps the disk busy: take what it has done, give it more.
+    io::Completion completions[64];
+    const std::size_t completed = backend_.reap(completions);
+    for (std::size_t i = 0; i < completed; ++i) handle(completions[i], now);
+    if (now >= expiry_next_ns_) expire(now);
+    wake_retries(now);
+    start_loads(now);
+    start_stores(now);
+    issue(now);
+    backend_.submit();
+
+    // Then a bounded piece of the work that needs this core.
+    CopyCompletion copies[64];
+    const std::size_t copied = copier_.reap(copies);
+    if (copied > 0) now = clock_.now_ns();
+    for (std::size_t i = 0; i < copied; ++i) handle_copy(copies[i], now);
+    hash_some(now);
+
+    if (completed == std::size(completions) || copied == std::size(copies)) moved_ = true;
+    return next_time(now);
+}
+
+std::int64_t Pipeline::next_time(std::int64_t now) const noexcept {
+    if (moved_ || copier_.busy() || list(Stage::hashing, Direction::store).size > 0 ||
+        list(Stage::verifying, Direction::load).size > 0) {
+        return now;
+    }
+    std::int64_t next = expiry_next_ns_;
+    if (!waiting_events_.empty()) next = std::min(next, event_poll_at_ns_);
+    for (const Direction direction : {Direction::store, Direction::load}) {
+        for (std::uint32_t at = list(Stage::retrying, direction).head; at != none;) {
+            next = std::min(next, extents_[at].retry_at_ns);
+            at = extents_[at].next;
+        }
+    }
+    for (const RecordWrite& write : record_writes_) {
+        if (write.busy && write.io_id == 0) next = std::min(next, write.retry_at_ns);
+    }
+    if (list(Stage::ready, Direction::store).size > 0) {
+        next = std::min(next, store_limit_lifts_ns());
+    }
+    return next;
+}
+
+void Pipeline::submit(Transfer* transfer) {
+    const auto rows = static_cast<std::uint32_t>(transfer->rows.size());
+    KVDISK_CHECK(rows > 0);
+    transfer->results.assign(rows, RowResult{});
+    transfer->submitted_ns = clock_.now_ns();
+    transfer->next_row = 0;
+    transfer->rows_open = rows;
+    transfer->sources_open = transfer->direction == Direction::store ? rows : 0;
+    ++transfers_open_;
+    expiry_next_ns_ = std::min(expiry_next_ns_, transfer->deadline_ns);
+    if (transfer->direction == Direction::load) {
+        waiting_loads_.push(transfer);
+        return;
+    }
+    expiry_next_ns_ = std::min(expiry_next_ns_, transfer->start_by_ns);
+    (transfer->event == 0 ? waiting_stores_ : waiting_events_).push(transfer);
+}
+
+bool Pipeline::cancel_waiting(std::uint64_t transfer_id) {
+    for (WaitingList* waiting : {&waiting_events_, &waiting_stores_}) {
+        Transfer* before = nullptr;
+        for (Transfer* at = waiting->front(); at != nullptr; before = at, at = at->next) {
+            if (at->id != transfer_id) continue;
+            waiting->remove_after(before);
+            end_unstarted(*at, {.status = RowStatus::refused}, clock_.now_ns());
+            return true;
+        }
+    }
+    return false;
+}
+
+void Pipeline::drop(std::uint64_t slot) {
+    if ((slot_uses_[slot] & ~slot_told) != slot_storing) records_.clear(slot);
+}
+
+// ---------------------------------------------------------------- starting
+
+void Pipeline::poll_events(std::int64_t now) {
+    if (waiting_events_.empty() || now < event_poll_at_ns_) return;
+    bool happened = false;
+    Transfer* before = nullptr;
+    for (Transfer* at = waiting_events_.front(); at != nullptr;) {
+        Transfer* const next = at->next;
+        const Readiness readiness = copier_.poll_event(at->event);
+        if (readiness == Readiness::pending) {
+            before = at;
+        } else {
+            happened = true;
+            waiting_events_.remove_after(before);
+            if (readiness == Readiness::ready) {
+                waiting_stores_.push(at);
+            } else {
+                end_unstarted(*at, {.status = RowStatus::failed, .error = EIO}, now);
+            }
+        }
+        at = next;
+    }
+    event_poll_gap_ns_ = happened ? event_poll_gap_first_ns
+                                  : std::clamp(2 * event_poll_gap_ns_, event_poll_gap_first_ns,
+                                               event_poll_gap_max_ns);
+    event_poll_at_ns_ = now + event_poll_gap_ns_;
+}
+
+void Pipeline::start_loads(std::int64_t now) {
+    if (!waiting_loads_.empty()) loads_seen_ns_ = now;
+    // A buffer taken before the disk's queue has a place for it would only wait there.
+    while (!waiting_loads_.empty() && ring_.counts().free > 0 &&
+           ios_in_flight(Direction::load) + list(Stage::ready, Direction::load).size <
+               options_.iodepth) {
+        start_next(waiting_loads_, now);
+    }
+}
+
+void Pipeline::start_stores(std::int64_t now) {
+    poll_events(now);
+    while (!waiting_stores_.empty() && ring_.counts().free > options_.load_reserve) {
+        start_next(waiting_stores_, now);
+    }
+}
+
+// Starts the next run of rows of the first waiting transfer, or ends its next row if that cannot
+// start.
+void Pipeline::start_next(WaitingList& waiting, std::int64_t now) {
+    Transfer& transfer = *waiting.front();
+    const std::uint32_t row = transfer.next_row;
+    const RowStatus status = startable(transfer, transfer.rows[row]);
+    const std::uint32_t row_count = status == RowStatus::ok ? run_length(transfer) : 1;
+    transfer.next_row += row_count;
+    if (transfer.direction == Direction::store) store_rows_begun_ += row_count;
+    if (transfer.next_row == transfer.rows.size()) waiting.pop();
+    if (status == RowStatus::ok) {
+        start_extent(*ring_.acquire(), transfer, row, row_count);
+    } else {
+        if (transfer.direction == Direction::store) free_sources(transfer, 1);
+        end_row(transfer, row, {.status = status}, now);
+    }
+}
+
+RowStatus Pipeline::startable(const Transfer& transfer, const Row& row) const noexcept {
+    const std::uint16_t use = slot_uses_[row.slot] & static_cast<std::uint16_t>(~slot_told);
+    if (transfer.direction == Direction::store) return use == 0 ? RowStatus::ok : RowStatus::busy;
+    if (use == slot_storing || use == slot_storing - 1) return RowStatus::busy;
+    return record_holds(records_.at(row.slot), row.key) ? RowStatus::ok : RowStatus::miss;
+}
+
+bool Pipeline::goes_direct(const Transfer& transfer) const noexcept {
+    return transfer.direction == Direction::store ? options_.direct_stores : options_.direct_loads;
+}
+
+// How many rows from the next one on lie in neighbouring slots and fit one buffer (and, on the
+// direct path, in neighbouring blocks).
+std::uint32_t Pipeline::run_length(const Transfer& transfer) const noexcept {
+    const bool direct = goes_direct(transfer);
+    const std::uint32_t first = transfer.next_row;
+    const auto end = static_cast<std::uint32_t>(
+        std::min<std::size_t>(transfer.rows.size(), first + options_.rows_per_buffer));
+    std::uint32_t row = first + 1;
+    while (row < end) {
+        const Row& previous = transfer.rows[row - 1];
+        const Row& next = transfer.rows[row];
+        if (next.slot != previous.slot + 1) break;
+        if (direct && (next.block_id != previous.block_id + 1 ||
+                       options_.direct_region.block_stride_bytes != options_.slot_bytes)) {
+            break;
+        }
+        if (startable(transfer, next) != RowStatus::ok) break;
+        ++row;
+    }
+    return row - first;
+}
+
+void Pipeline::start_extent(std::uint32_t index, Transfer& transfer, std::uint32_t row,
+                            std::uint32_t row_count) {
+    Extent& extent = extents_[index];
+    KVDISK_CHECK(extent.stage == Stage::free);
+    extent = Extent{};
+    extent.transfer = &transfer;
+    extent.direction = transfer.direction;
+    extent.first_row = row;
+    extent.row_count = row_count;
+    extent.slot = transfer.rows[row].slot;
+    extent.serial = ++serial_last_;
+    extent.direct = goes_direct(transfer);
+    extent.source_held = transfer.direction == Direction::store;
+    extent.data = extent.direct
+                      ? options_.direct_region.base +
+                            transfer.rows[row].block_id * options_.direct_region.block_stride_bytes
+                      : ring_.data(index);
+    for (std::uint32_t i = 0; i < row_count; ++i) prepare_row(extent, row_of(index, i), i);
+    if (transfer.direction == Direction::load) {
+        enter(index, Stage::ready);
+    } else if (extent.direct) {
+        enter(index, Stage::hashing);
+    } else {
+        enter(index, Stage::gathering);
+        start_copies(index, CopyDirection::gather);
+    }
+}
+
+void Pipeline::prepare_row(Extent& extent, ExtentRow& prepared, std::uint32_t row) {
+    const std::uint64_t slot = extent.slot + row;
+    prepared = ExtentRow{};
+    if (extent.direction == Direction::load) {
+        ++slot_uses_[slot];
+        return;
+    }
+    slot_uses_[slot] = static_cast<std::uint16_t>((slot_uses_[slot] & slot_told) | slot_storing);
+    records_.clear(slot);
+    prepared.sequence = sequence_next_;
+    sequence_next_ += sequence_step_;
+    if (!extent.direct) {
+        std::byte* const end = extent.data + (row + 1) * options_.slot_bytes;
+        const std::uint64_t padding_bytes = options_.slot_bytes - options_.block_bytes;
+        std::fill(end - padding_bytes, end, std::byte{0});
+    }
+}
+
+void Pipeline::start_copies(std::uint32_t index, CopyDirection direction) {
+    Extent& extent = extents_[index];
+    for (std::uint32_t i = 0; i < extent.row_count; ++i) {
+        ExtentRow& row = row_of(index, i);
+        if (row.result.status != RowStatus::pending) continue;
+        row.copying = true;
+        ++extent.copies_pending;
+        copier_.start({.id = copy_id(extent.serial, index, i),
+                       .block_id = extent.transfer->rows[extent.first_row + i].block_id,
+                       .buffer = extent.data + i * options_.slot_bytes,
+                       .direction = direction});
+    }
+}
+
+}  // namespace kvdisk
