@@ -1,0 +1,22 @@
+// Preconditions of the backends, kept in release builds: a caller that breaks one would otherwise
+// make the kernel write to memory it no longer owns. A broken precondition is a bug, so the process
+// ends.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <source_location>
+
+namespace kvdisk::io {
+
+inline void require(bool holds, const char* what,
+                    std::source_location where = std::source_location::current()) noexcept {
+    if (holds) [[likely]] {
+        return;
+    }
+    std::fprintf(stderr, "kvdisk: broken precondition: %s (%s:%u)\n", what, where.file_name(),
+                 static_cast<unsigned>(where.line()));
+    std::abort();
+}
+
+}  // namespace kvdisk::io
