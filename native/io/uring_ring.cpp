@@ -172,7 +172,9 @@ bool UringRing::register_areas(std::span<const std::span<std::byte>> areas) {
 }
 
 void UringRing::enable() {
-    const int result = io_uring_enable_rings(&ring_);
+    // Not io_uring_enable_rings: the shared library of liburing 2.3 forgot to export it.
+    const int result = io_uring_register(static_cast<unsigned>(ring_.ring_fd),
+                                         IORING_REGISTER_ENABLE_RINGS, nullptr, 0);
     if (result < 0) {
         throw std::system_error(-result, std::system_category(), "io_uring_register(ENABLE_RINGS)");
     }
