@@ -15,7 +15,11 @@ class AlignedMemory {
     explicit AlignedMemory(std::size_t bytes);
     AlignedMemory(AlignedMemory&& other) noexcept
         : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-    AlignedMemory& operator=(AlignedMemory&&) = delete;
+    AlignedMemory& operator=(AlignedMemory&& other) noexcept {
+        std::swap(data_, other.data_);
+        std::swap(bytes_, other.bytes_);
+        return *this;
+    }
     ~AlignedMemory();
 
     std::byte* data() const noexcept { return data_; }

@@ -68,6 +68,8 @@ struct PipelineStats {
     std::uint64_t ring_used_ns = 0;       // integral of used buffers over time
     Histogram load_io_ns, store_io_ns;    // push to completion, per I/O
     Histogram load_row_ns, store_row_ns;  // submit to end, per row
+
+    void merge(const PipelineStats& other) noexcept;
 };
 
 class Pipeline {
@@ -106,6 +108,9 @@ class Pipeline {
     std::uint32_t transfers_open() const noexcept { return transfers_open_; }
     std::uint32_t quarantined() const noexcept { return ring_.counts().quarantined; }
 
+    // Nothing is open, in flight or quarantined.
+    bool idle() const noexcept;
+
     // Store rows that have left the waiting queue since construction, however they left it.
     std::uint64_t store_rows_begun() const noexcept { return store_rows_begun_; }
 
@@ -113,6 +118,7 @@ class Pipeline {
     void expire_all();
 
     const PipelineStats& stats() const noexcept { return stats_; }
+    void reset_stats() noexcept { stats_ = PipelineStats{}; }
 
     // Counts everything afresh and compares; false when a running count has drifted.
     bool recount() const;
@@ -235,7 +241,7 @@ class Pipeline {
     void push_record(std::uint32_t index);
     void record_written(std::uint64_t page, int error, std::int64_t now);
     void fail_unrecorded(std::uint32_t index, std::uint64_t page, int error);
-    std::uint16_t direct_area_of(const std::byte* data) const noexcept;
+    std::uint16_t direct_area_of(const std::byte* data, std::uint64_t bytes) const noexcept;
     std::uint32_t store_limit(std::int64_t now) const noexcept;
     std::int64_t store_limit_lifts_ns() const noexcept;
     void wake_retries(std::int64_t now);

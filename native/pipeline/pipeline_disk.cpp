@@ -199,25 +199,25 @@ void Pipeline::push_payload(std::uint32_t index, std::int64_t now) {
     extent.io_id = next_io_id(index);
     extent.io_bytes = io_end(extent) - extent.done_bytes;
     extent.io_started_ns = now;
-    backend_.push({.id = extent.io_id,
-                   .offset = extent.slot * options_.slot_bytes + extent.done_bytes,
-                   .data = extent.data + extent.done_bytes,
-                   .length = static_cast<std::uint32_t>(extent.io_bytes),
-                   .file = options_.data_file,
-                   .area = extent.direct ? direct_area_of(extent.data) : ring_.area_of(index),
-                   .op = load ? io::Op::read : io::Op::write,
-                   .priority = load ? io::Priority::high : io::Priority::low});
+    backend_.push(
+        {.id = extent.io_id,
+         .offset = extent.slot * options_.slot_bytes + extent.done_bytes,
+         .data = extent.data + extent.done_bytes,
+         .length = static_cast<std::uint32_t>(extent.io_bytes),
+         .file = options_.data_file,
+         .area = extent.direct ? direct_area_of(extent.data, io_end(extent)) : ring_.area_of(index),
+         .op = load ? io::Op::read : io::Op::write,
+         .priority = load ? io::Priority::high : io::Priority::low});
     ++ios_in_flight(extent.direction);
     ++stats_.ios;
     if (extent.row_count > 1 && !extent.split) ++stats_.ios_merged;
     enter(index, Stage::in_io);
 }
 
-std::uint16_t Pipeline::direct_area_of(const std::byte* data) const noexcept {
+std::uint16_t Pipeline::direct_area_of(const std::byte* data, std::uint64_t bytes) const noexcept {
     for (std::size_t i = 0; i < options_.direct_areas.size(); ++i) {
         const std::span<std::byte> area = options_.direct_areas[i];
-        const std::uint64_t extent_bytes_max = ring_.buffer_bytes();
-        if (data >= area.data() && data + extent_bytes_max <= area.data() + area.size()) {
+        if (data >= area.data() && data + bytes <= area.data() + area.size()) {
             return static_cast<std::uint16_t>(options_.direct_area_first + i);
         }
     }

@@ -1,0 +1,252 @@
+#include "pipeline/engine.hpp"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <stdexcept>
+#include <system_error>
+
+#include "pipeline/check.hpp"
+#include "pipeline/memory.hpp"
+#include "pipeline/shard.hpp"
+
+namespace kvdisk {
+
+namespace {
+
+// Neighbouring slots that stay on one shard: long enough for merged I/O, and whole record pages.
+constexpr std::uint64_t shard_span_slots = 64;
+static_assert(shard_span_slots % records_per_page == 0);
+
+std::int64_t after(std::int64_t now_ns, std::int64_t duration_ns) {
+    if (duration_ns < 0 || duration_ns > time_never - now_ns) return time_never;
+    return now_ns + duration_ns;
+}
+
+void require(bool condition, const char* what) {
+    if (!condition) throw std::invalid_argument(what);
+}
+
+void check_options(const EngineOptions& options) {
+    const Layout& layout = options.layout;
+    std::uint64_t block_bytes = 0;
+    for (const Region& region : layout.regions) {
+        require(region.base != nullptr && region.segment_bytes > 0, "a region has no memory");
+        block_bytes += region.segment_bytes;
+    }
+    require(layout.block_count > 0 && block_bytes > 0, "the layout has no blocks");
+    require(block_bytes == layout.block_bytes, "block_bytes is not the sum of the segments");
+    require(options.alignment >= 512 && options.alignment <= 65536 &&
+                (options.alignment & (options.alignment - 1)) == 0,
+            "alignment must be a power of two from 512 to 65536");
+    require(options.slot_bytes >= block_bytes && options.slot_bytes % 4096 == 0 &&
+                options.slot_bytes % options.alignment == 0,
+            "slot_bytes must hold a block and be a multiple of 4096 and of the alignment");
+    require(options.slot_count > 0, "slot_count must be at least 1");
+    require(options.shards >= 1 && options.shards <= 64, "shards must be 1 to 64");
+    require(options.iodepth >= 1 && options.iodepth <= 1024, "iodepth must be 1 to 1024");
+    require(options.rows_per_buffer >= 1 && options.rows_per_buffer <= 32,
+            "rows_per_buffer must be 1 to 32");
+    require(options.buffers >= 2 && options.buffers <= 65535, "buffers must be 2 to 65535");
+    require(options.load_reserve < options.buffers, "load_reserve must leave buffers for stores");
+    require(options.store_depth_beside_loads >= 1, "store_depth_beside_loads must be at least 1");
+    require(options.slot_bytes * options.rows_per_buffer <= std::uint64_t{1} << 30,
+            "a buffer may not exceed 1 GiB");
+    require(options.data_fd >= 0, "data_fd is not open");
+    require(options.epoch >= 1, "epoch must be at least 1");
+    require(options.record_offset % 4096 == 0, "record_offset must be a multiple of 4096");
+    if (options.direct_stores || options.direct_loads) {
+        const Region& region = layout.regions.front();
+        require(layout.regions.size() == 1 && block_bytes == options.slot_bytes &&
+                    reinterpret_cast<std::uintptr_t>(region.base) % options.alignment == 0 &&
+                    region.block_stride_bytes % options.alignment == 0,
+                "the direct path needs one region of aligned blocks that fill their slots");
+    }
+}
+
+// The record file as it is, in whole pages. What lies beyond its end is empty.
+std::vector<SlotRecord> restore(SlotRecords& records, const EngineOptions& options) {
+    if (options.record_fd < 0) return {};
+    const std::uint64_t bytes = records.page_count() * record_page_bytes;
+    AlignedMemory memory(bytes);
+    std::uint64_t read_bytes = 0;
+    while (read_bytes < bytes) {
+        const std::size_t piece_bytes = std::min<std::uint64_t>(bytes - read_bytes, 8 << 20);
+        const ssize_t count = ::pread(options.record_fd, memory.data() + read_bytes, piece_bytes,
+                                      static_cast<off_t>(options.record_offset + read_bytes));
+        if (count < 0 && errno == EINTR) continue;
+        if (count < 0) {
+            throw std::system_error(errno, std::generic_category(), "cannot read the record file");
+        }
+        // Short by less than a page is the end of the file: a record cut there fails its checksum.
+        read_bytes += static_cast<std::uint64_t>(count) / record_page_bytes * record_page_bytes;
+        if (static_cast<std::uint64_t>(count) < record_page_bytes) break;
+    }
+    records.restore(memory.span());
+    std::vector<SlotRecord> restored;
+    for (const SlotRecord& record : records.all()) {
+        if (record.magic != 0) restored.push_back(record);
+    }
+    return restored;
+}
+
+}  // namespace
+
+Engine::Engine(const EngineOptions& options) : options_(options), process_id_(::getpid()) {
+    check_options(options);
+    auto records = std::make_shared<SlotRecords>(options.slot_count, options.epoch);
+    restored_ = restore(*records, options);
+    const std::uint64_t sequence_next = records->sequence_max() + 1;
+    outbox_ = std::make_shared<Outbox>();
+    for (std::uint32_t index = 0; index < options.shards; ++index) {
+        shards_.push_back(std::make_shared<Shard>(options, index, records, outbox_, sequence_next));
+    }
+    for (const auto& shard : shards_) shard->start();
+}
+
+Engine::~Engine() {
+    if (process_id_ == ::getpid()) {
+        close(5'000'000'000);
+    } else {
+        // A forked child has none of the threads, so nothing may be torn down: keep it for ever.
+        new std::vector<std::shared_ptr<Shard>>(std::move(shards_));
+    }
+}
+
+std::uint32_t Engine::shard_of(std::uint64_t slot) const noexcept {
+    return static_cast<std::uint32_t>(slot / shard_span_slots % options_.shards);
+}
+
+void Engine::check_rows(const std::vector<Row>& rows) const {
+    require(!rows.empty(), "a transfer has at least one row");
+    for (const Row& row : rows) {
+        require(row.block_id < options_.layout.block_count, "a block id is out of range");
+        require(row.slot < options_.slot_count, "a slot is out of range");
+        require(row.key.length >= 1 && row.key.length <= key_bytes_max, "a key has 1 to 64 bytes");
+    }
+}
+
+std::uint64_t Engine::submit(Direction direction, std::vector<Row> rows, std::int64_t timeout_ns,
+                             std::int64_t start_within_ns, std::uint64_t event) {
+    check_rows(rows);
+    const std::lock_guard lock(submit_mutex_);
+    if (closed_ || process_id_ != ::getpid()) {
+        throw std::logic_error(closed_ ? "the engine is closed"
+                                       : "the engine belongs to the process that opened it");
+    }
+    if (direction == Direction::store) {
+        std::uint64_t waiting_bytes = rows.size() * options_.layout.block_bytes;
+        for (const auto& shard : shards_) waiting_bytes += shard->waiting_bytes();
+        if (waiting_bytes > options_.store_queue_bytes) {
+            ++stores_refused_;
+            return 0;
+        }
+    }
+    const std::uint64_t id = ++id_last_;
+    std::vector<std::unique_ptr<Part>> parts(shards_.size());
+    for (std::uint32_t position = 0; position < rows.size(); ++position) {
+        const std::uint32_t index = shard_of(rows[position].slot);
+        if (!parts[index]) parts[index] = shards_[index]->take_spare();
+        parts[index]->rows.push_back(rows[position]);
+        parts[index]->positions.push_back(position);
+    }
+    const auto part_count = static_cast<std::uint32_t>(
+        std::ranges::count_if(parts, [](const auto& part) { return part != nullptr; }));
+    {
+        const std::lock_guard outbox_lock(outbox_->mutex);
+        outbox_->jobs.emplace(id, Outbox::Job{direction, part_count, part_count,
+                                              std::vector<RowResult>(rows.size())});
+    }
+    const std::int64_t now_ns = MonotonicClock().now_ns();
+    for (std::size_t index = 0; index < parts.size(); ++index) {
+        if (!parts[index]) continue;
+        Part& part = *parts[index];
+        part.id = id;
+        part.direction = direction;
+        part.event = event;
+        part.deadline_ns = after(now_ns, timeout_ns);
+        part.start_by_ns = after(now_ns, start_within_ns);
+        shards_[index]->submit(std::move(parts[index]));
+    }
+    return id;
+}
+
+void Engine::cancel_waiting(std::uint64_t transfer_id) {
+    for (const auto& shard : shards_) shard->cancel_waiting(transfer_id);
+}
+
+void Engine::drop(std::span<const std::uint64_t> slots) {
+    for (const std::uint64_t slot : slots) {
+        require(slot < options_.slot_count, "a slot is out of range");
+    }
+    for (const std::uint64_t slot : slots) shards_[shard_of(slot)]->drop(slot);
+}
+
+Events Engine::poll() {
+    const std::lock_guard lock(outbox_->mutex);
+    if (outbox_->told) {
+        std::uint64_t count = 0;
+        [[maybe_unused]] const auto read = ::read(outbox_->event_fd, &count, sizeof(count));
+        outbox_->told = false;
+    }
+    return std::exchange(outbox_->events, {});
+}
+
+bool Engine::wait(std::int64_t timeout_ns) {
+    std::unique_lock lock(outbox_->mutex);
+    const auto ready = [this] { return !outbox_->empty(); };
+    if (timeout_ns < 0) {
+        outbox_->ready.wait(lock, ready);
+        return true;
+    }
+    return outbox_->ready.wait_for(lock, std::chrono::nanoseconds(timeout_ns), ready);
+}
+
+int Engine::event_fd() const noexcept { return outbox_->event_fd; }
+
+EngineStats Engine::stats() {
+    EngineStats total;
+    total.backend_reason = shards_.front()->backend_reason();
+    for (const auto& shard : shards_) {
+        if (!shard->add_stats(total)) total.fresh = false;
+        total.store_queue_bytes += shard->waiting_bytes();
+    }
+    {
+        const std::lock_guard lock(outbox_->mutex);
+        total.transfers_open = outbox_->jobs.size();
+    }
+    const std::lock_guard lock(submit_mutex_);
+    total.stores_refused = stores_refused_;
+    return total;
+}
+
+void Engine::reset_stats() {
+    for (const auto& shard : shards_) shard->reset_stats();
+}
+
+std::uint64_t Engine::close(std::int64_t timeout_ns) {
+    const std::lock_guard close_lock(close_mutex_);
+    {
+        const std::lock_guard lock(submit_mutex_);
+        if (closed_.exchange(true)) return abandoned_;
+    }
+    const std::int64_t until_ns = after(MonotonicClock().now_ns(), timeout_ns);
+    for (const auto& shard : shards_) abandoned_ += shard->close(until_ns);
+
+    // Only a thread that hangs in the kernel leaves transfers behind. They end here.
+    const std::lock_guard lock(outbox_->mutex);
+    for (auto& [id, job] : outbox_->jobs) {
+        for (RowResult& result : job.results) {
+            if (result.status == RowStatus::pending) result = {RowStatus::timed_out, true, 0};
+        }
+        outbox_->events.finished.push_back({id, job.direction, std::move(job.results)});
+    }
+    outbox_->jobs.clear();
+    if (!outbox_->empty()) outbox_->tell();
+    return abandoned_;
+}
+
+}  // namespace kvdisk

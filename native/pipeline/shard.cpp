@@ -1,0 +1,322 @@
+#include "pipeline/shard.hpp"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <system_error>
+
+#include "io/choose.hpp"
+#include "pipeline/check.hpp"
+
+namespace kvdisk {
+
+namespace {
+
+// How long a caller waits for a shard's figures before it takes the last known ones.
+constexpr auto stats_wait = std::chrono::milliseconds(200);
+// How long after the limit of `close` a thread may still take to end its rows and leave.
+constexpr auto exit_slack = std::chrono::seconds(1);
+
+PipelineOptions pipeline_options(const EngineOptions& options, std::uint16_t area_count) {
+    PipelineOptions result;
+    result.block_bytes = options.layout.block_bytes;
+    result.slot_bytes = options.slot_bytes;
+    result.rows_per_buffer = options.rows_per_buffer;
+    result.iodepth = options.iodepth;
+    if (options.record_fd < 0) result.record_writes = 0;
+    result.load_reserve = options.load_reserve;
+    result.store_depth_beside_loads = options.store_depth_beside_loads;
+    result.alignment = options.alignment;
+    result.record_offset = options.record_offset;
+    result.record_area = area_count;  // right after the ring's areas
+    result.direct_stores = options.direct_stores;
+    result.direct_loads = options.direct_loads;
+    if (options.direct_stores || options.direct_loads) {
+        result.direct_region = options.layout.regions.front();
+        result.direct_area_first = static_cast<std::uint16_t>(area_count + 1);
+    }
+    return result;
+}
+
+// The blocks' own memory in pieces that can be registered, no block across two.
+std::vector<std::span<std::byte>> direct_areas(const Layout& layout) {
+    constexpr std::uint64_t area_bytes_max = std::uint64_t{1} << 30;
+    const Region& region = layout.regions.front();
+    const std::uint64_t blocks_per_area = std::max<std::uint64_t>(
+        1, area_bytes_max / std::max(region.block_stride_bytes, region.segment_bytes));
+    std::vector<std::span<std::byte>> areas;
+    for (std::uint64_t first = 0; first < layout.block_count; first += blocks_per_area) {
+        const std::uint64_t last = std::min(first + blocks_per_area, layout.block_count) - 1;
+        areas.emplace_back(region.base + first * region.block_stride_bytes,
+                           (last - first) * region.block_stride_bytes + region.segment_bytes);
+    }
+    return areas;
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------- the outbox
+
+Outbox::Outbox() : event_fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    if (event_fd < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+}
+
+Outbox::~Outbox() { ::close(event_fd); }
+
+bool Outbox::empty() const noexcept {
+    return events.source_free.empty() && events.finished.empty() && events.released_slots.empty();
+}
+
+void Outbox::tell() {
+    if (!told) {
+        const std::uint64_t one = 1;
+        [[maybe_unused]] const auto written = ::write(event_fd, &one, sizeof(one));
+        told = true;
+    }
+    ready.notify_all();
+}
+
+// ---------------------------------------------------------------- construction
+
+Shard::Shard(const EngineOptions& options, std::uint32_t index,
+             std::shared_ptr<SlotRecords> records, std::shared_ptr<Outbox> outbox,
+             std::uint64_t sequence_next)
+    : block_bytes_(options.layout.block_bytes),
+      records_(std::move(records)),
+      outbox_(std::move(outbox)),
+      ring_(options.buffers, options.slot_bytes * options.rows_per_buffer) {
+    io::BackendOptions backend_options;
+    backend_options.areas = ring_.areas();
+    PipelineOptions pipeline =
+        pipeline_options(options, static_cast<std::uint16_t>(backend_options.areas.size()));
+    record_staging_ =
+        AlignedMemory(std::max<std::size_t>(1, Pipeline::record_staging_bytes(pipeline)));
+    backend_options.files = {options.data_fd};
+    if (options.record_fd >= 0) backend_options.files.push_back(options.record_fd);
+    backend_options.areas.push_back(record_staging_.span());
+    if (options.direct_stores || options.direct_loads) {
+        pipeline.direct_areas = direct_areas(options.layout);
+        backend_options.areas.insert(backend_options.areas.end(), pipeline.direct_areas.begin(),
+                                     pipeline.direct_areas.end());
+    }
+    backend_options.depth = 2 * options.iodepth + pipeline.record_writes;
+    backend_options.force_async = options.force_async;
+    io::ChosenBackend chosen = io::choose_backend(backend_options, options.backend);
+    backend_ = std::move(chosen.backend);
+    backend_reason_ = std::move(chosen.reason);
+    copier_ = make_host_copier(options.layout, options.buffers * options.rows_per_buffer);
+    pipeline_ =
+        std::make_unique<Pipeline>(pipeline, ring_, *records_, record_staging_.span(), *backend_,
+                                   *copier_, clock_, sequence_next + index, options.shards);
+    stats_.buffer_bytes = ring_.buffer_bytes();
+    stats_.pinned_bytes =
+        ring_.buffer_count() * ring_.buffer_bytes() + Pipeline::record_staging_bytes(pipeline);
+}
+
+Shard::~Shard() {
+    // Reached with the thread gone: either it never started, or it has exited.
+    if (thread_.joinable()) thread_.join();
+    for (const Command& command : inbox_) delete command.part;
+}
+
+void Shard::start() {
+    sigset_t all, before;
+    ::sigfillset(&all);
+    ::pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the caller's threads
+    thread_ = std::thread([self = shared_from_this()] { self->run(); });
+    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    ::pthread_setname_np(thread_.native_handle(), "kvdisk-engine");
+}
+
+// ---------------------------------------------------------------- from any thread
+
+std::unique_ptr<Part> Shard::take_spare() {
+    const std::lock_guard lock(inbox_mutex_);
+    if (spares_.empty()) return std::make_unique<Part>();
+    std::unique_ptr<Part> part = std::move(spares_.back());
+    spares_.pop_back();
+    part->rows.clear();
+    part->positions.clear();
+    return part;
+}
+
+void Shard::submit(std::unique_ptr<Part> part) {
+    if (part->direction == Direction::store) rows_submitted_ += part->rows.size();
+    send({.kind = CommandKind::submit, .part = part.release()});
+}
+
+void Shard::cancel_waiting(std::uint64_t transfer_id) {
+    send({.kind = CommandKind::cancel, .number = transfer_id});
+}
+
+void Shard::drop(std::uint64_t slot) { send({.kind = CommandKind::drop, .number = slot}); }
+
+void Shard::send(Command command) {
+    {
+        const std::lock_guard lock(inbox_mutex_);
+        inbox_.push_back(command);
+    }
+    backend_->wake();
+}
+
+bool Shard::add_stats(EngineStats& total) {
+    std::unique_lock lock(stats_mutex_);
+    stats_wanted_ = !stats_final_;
+    backend_->wake();
+    const bool fresh = stats_ready_.wait_for(lock, stats_wait, [this] { return !stats_wanted_; });
+    total.merge(stats_);
+    return fresh;
+}
+
+// ---------------------------------------------------------------- the thread
+
+void Shard::run() {
+    backend_->attach();
+    copier_->attach([this] { backend_->wake(); });
+    bool expired = false;
+    while (true) {
+        const std::int64_t closing_until_ns = take_commands();
+        const std::int64_t next_ns = pipeline_->step();
+        publish();
+        answer_stats(/*final=*/false);
+        if (closing_until_ns != time_never && leave(closing_until_ns, expired)) break;
+        const std::int64_t until_ns = std::min(next_ns, expired ? time_never : closing_until_ns);
+        if (until_ns > clock_.now_ns()) backend_->wait(until_ns == time_never ? -1 : until_ns);
+    }
+    abandoned_ = backend_->in_flight();
+    if (abandoned_ > 0) {
+        backend_->abandon();
+        ring_.leak();
+        record_staging_.leak();
+    }
+    answer_stats(/*final=*/true);
+    const std::lock_guard lock(exit_mutex_);
+    has_exited_ = true;
+    exited_.notify_all();
+}
+
+// While closing: whether the thread may go. At the limit it ends what is still open.
+bool Shard::leave(std::int64_t closing_until_ns, bool& expired) {
+    if (pipeline_->idle()) return true;
+    if (clock_.now_ns() < closing_until_ns) return false;
+    if (!expired) {
+        expired = true;
+        pipeline_->expire_all();
+        pipeline_->step();
+        publish();
+    }
+    return pipeline_->transfers_open() == 0;
+}
+
+std::int64_t Shard::take_commands() {
+    std::int64_t closing_until_ns = time_never;
+    {
+        const std::lock_guard lock(inbox_mutex_);
+        std::swap(inbox_, commands_);
+        if (closing_) closing_until_ns = closing_until_ns_;
+    }
+    for (const Command& command : commands_) obey(command);
+    commands_.clear();
+    return closing_until_ns;
+}
+
+void Shard::obey(const Command& command) {
+    switch (command.kind) {
+        case CommandKind::submit:
+            pipeline_->submit(command.part);
+            break;
+        case CommandKind::cancel:
+            pipeline_->cancel_waiting(command.number);
+            break;
+        case CommandKind::drop:
+            pipeline_->drop(command.number);
+            break;
+        case CommandKind::reset_stats:
+            pipeline_->reset_stats();
+            break;
+    }
+}
+
+// Tells the callers what the last step has brought about.
+void Shard::publish() {
+    rows_begun_ = pipeline_->store_rows_begun();
+    Transfer* source_free = pipeline_->take_source_free();
+    Transfer* finished = pipeline_->take_finished();
+    std::vector<std::uint64_t>& released = pipeline_->released_slots();
+    if (source_free == nullptr && finished == nullptr && released.empty()) return;
+    {
+        const std::lock_guard lock(outbox_->mutex);
+        for (; source_free != nullptr; source_free = pipeline_->take_source_free()) {
+            const auto job = outbox_->jobs.find(source_free->id);
+            if (job != outbox_->jobs.end() && --job->second.sources_open == 0) {
+                outbox_->events.source_free.push_back(source_free->id);
+            }
+        }
+        for (; finished != nullptr; finished = pipeline_->take_finished()) {
+            end_part(static_cast<Part&>(*finished));
+        }
+        std::vector<std::uint64_t>& told = outbox_->events.released_slots;
+        told.insert(told.end(), released.begin(), released.end());
+        outbox_->tell();
+    }
+    released.clear();
+}
+
+// With the outbox's mutex held.
+void Shard::end_part(Part& part) {
+    const auto found = outbox_->jobs.find(part.id);
+    if (found != outbox_->jobs.end()) {
+        Outbox::Job& job = found->second;
+        for (std::size_t i = 0; i < part.rows.size(); ++i) {
+            job.results[part.positions[i]] = part.results[i];
+        }
+        if (--job.parts_open == 0) {
+            outbox_->events.finished.push_back({part.id, job.direction, std::move(job.results)});
+            outbox_->jobs.erase(found);
+        }
+    }
+    const std::lock_guard lock(inbox_mutex_);
+    spares_.emplace_back(&part);
+}
+
+void Shard::answer_stats(bool final) {
+    const std::lock_guard lock(stats_mutex_);
+    if (!stats_wanted_ && !final) return;
+    stats_final_ = final;
+    stats_.pipeline = pipeline_->stats();
+    stats_.backend = backend_->stats();
+    stats_.backend_name = backend_->name();
+    stats_.copier_name = copier_->name();
+    stats_.ring = ring_.counts();
+    stats_wanted_ = false;
+    stats_ready_.notify_all();
+}
+
+// ---------------------------------------------------------------- closing
+
+std::uint64_t Shard::close(std::int64_t until_ns) {
+    {
+        const std::lock_guard lock(inbox_mutex_);
+        closing_ = true;
+        closing_until_ns_ = until_ns;
+    }
+    backend_->wake();
+    std::unique_lock lock(exit_mutex_);
+    const auto limit =
+        std::chrono::nanoseconds(std::max<std::int64_t>(0, until_ns - clock_.now_ns())) +
+        exit_slack;
+    if (exited_.wait_for(lock, limit, [this] { return has_exited_; })) {
+        lock.unlock();
+        thread_.join();
+        return abandoned_;
+    }
+    thread_.detach();  // it hangs in the kernel and keeps this shard alive
+    return std::max<std::uint64_t>(1, abandoned_);
+}
+
+}  // namespace kvdisk

@@ -1,0 +1,126 @@
+// One pipeline on a thread of its own: everything that thread uses lives here and is kept alive by
+// it, so that a thread which hangs in the kernel can be left behind without pulling memory from
+// under it.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "pipeline/engine.hpp"
+
+namespace kvdisk {
+
+// What shards and callers share: transfers in progress and events to be told. Kept alive by both.
+struct Outbox {
+    struct Job {
+        Direction direction = Direction::store;
+        std::uint32_t parts_open = 0;
+        std::uint32_t sources_open = 0;
+        std::vector<RowResult> results;
+    };
+
+    Outbox();
+    ~Outbox();
+    bool empty() const noexcept;  // with the mutex held
+    void tell();                  // with the mutex held
+
+    std::mutex mutex;
+    std::condition_variable ready;
+    std::unordered_map<std::uint64_t, Job> jobs;
+    Events events;
+    int event_fd = -1;
+    bool told = false;
+};
+
+// A shard's share of a transfer, and where its rows belong in the whole.
+struct Part : Transfer {
+    std::vector<std::uint32_t> positions;
+};
+
+class Shard : public std::enable_shared_from_this<Shard> {
+  public:
+    Shard(const EngineOptions& options, std::uint32_t index, std::shared_ptr<SlotRecords> records,
+          std::shared_ptr<Outbox> outbox, std::uint64_t sequence_next);
+    ~Shard();
+
+    void start();
+
+    // From any thread; none of them waits for the disk.
+    std::unique_ptr<Part> take_spare();
+    void submit(std::unique_ptr<Part> part);
+    void cancel_waiting(std::uint64_t transfer_id);
+    void drop(std::uint64_t slot);
+
+    // Store bytes that wait for a buffer.
+    std::uint64_t waiting_bytes() const noexcept {
+        return (rows_submitted_.load() - rows_begun_.load()) * block_bytes_;
+    }
+
+    // Adds this shard's figures; false when the thread did not answer in time (then the last
+    // known).
+    bool add_stats(EngineStats& total);
+    void reset_stats() { send({.kind = CommandKind::reset_stats}); }
+
+    // Drains until the limit, then times out what is left; leaves the thread behind if it hangs.
+    // Returns the I/Os (or 1 for a hanging thread) that had to be abandoned.
+    std::uint64_t close(std::int64_t until_ns);
+
+    const std::string& backend_reason() const noexcept { return backend_reason_; }
+
+  private:
+    enum class CommandKind : std::uint8_t { submit, cancel, drop, reset_stats };
+    struct Command {
+        CommandKind kind;
+        std::uint64_t number = 0;
+        Part* part = nullptr;
+    };
+
+    void run();
+    std::int64_t take_commands();
+    void obey(const Command& command);
+    void publish();
+    void end_part(Part& part);
+    bool leave(std::int64_t closing_until_ns, bool& expired);
+    void send(Command command);
+    void answer_stats(bool final);
+
+    MonotonicClock clock_;
+    std::uint64_t block_bytes_;
+    std::shared_ptr<SlotRecords> records_;
+    std::shared_ptr<Outbox> outbox_;
+    Ring ring_;
+    AlignedMemory record_staging_;
+    std::string backend_reason_;
+    std::unique_ptr<io::Backend> backend_;
+    std::unique_ptr<Copier> copier_;
+    std::unique_ptr<Pipeline> pipeline_;
+
+    std::mutex inbox_mutex_;
+    std::vector<Command> inbox_;
+    std::vector<Command> commands_;              // the thread's own: swapped with the inbox
+    std::vector<std::unique_ptr<Part>> spares_;  // ended parts, to be used again
+    bool closing_ = false;
+    std::int64_t closing_until_ns_ = time_never;
+
+    std::atomic<std::uint64_t> rows_submitted_ = 0;
+    std::atomic<std::uint64_t> rows_begun_ = 0;
+
+    std::mutex stats_mutex_;
+    std::condition_variable stats_ready_;
+    bool stats_wanted_ = false;
+    bool stats_final_ = false;  // the thread has gone
+    EngineStats stats_;
+
+    std::mutex exit_mutex_;
+    std::condition_variable exited_;
+    bool has_exited_ = false;
+    std::uint64_t abandoned_ = 0;
+    std::thread thread_;
+};
+
+}  // namespace kvdisk
