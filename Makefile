@@ -1,0 +1,127 @@
+# What a newcomer and CI run; .ci/run calls these same targets. Every target brings along what it
+# needs, says what it installs, and is quick when nothing has changed: stamp files record what is
+# done. All that is made lies in build/, dist/ and .venv/.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+OPS ?= 20000000
+SEED ?= 1
+PYTEST ?=
+export PYTHON
+
+python := $(VENV)/bin/python
+pip := $(python) -m pip --disable-pip-version-check
+stamps := build/stamps
+native_sources := native/CMakeLists.txt $(wildcard native/*.cpp native/io/* native/pipeline/*)
+format_sources = $(shell git ls-files --cached --others --exclude-standard \
+	'native/*.cpp' 'native/*.hpp' 'native/*.cu')
+
+# Paths are written into an environment, so one that was copied or moved is made anew.
+ifneq ($(wildcard $(VENV)/made-in),)
+ifneq ($(shell cat $(VENV)/made-in),$(CURDIR))
+$(shell rm -rf $(VENV))
+endif
+endif
+
+.PHONY: help
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+# --- Setting up ---------------------------------------------------------------------------------
+
+.PHONY: setup build
+setup: $(VENV)/stamp-requirements $(VENV)/stamp-package  ## Install what is missing, make .venv, build the package into it
+build: setup  ## The same: the package is part of the environment
+
+$(stamps)/packages: tools/packages.txt tools/install-packages tools/find-python
+	@tools/install-packages
+	@mkdir -p $(@D) && touch $@
+
+$(python): | $(stamps)/packages
+	$$(tools/find-python) -m venv $(VENV)
+	@echo '$(CURDIR)' >$(VENV)/made-in
+
+$(VENV)/stamp-requirements: requirements-dev.txt $(python)
+	$(pip) install --quiet --requirement requirements-dev.txt
+	@touch $@
+
+# Editable: Python files are used from the tree; native ones are built anew here when they change.
+$(VENV)/stamp-package: pyproject.toml $(native_sources) $(VENV)/stamp-requirements
+	$(pip) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# --- Showing it ---------------------------------------------------------------------------------
+
+.PHONY: demo bench
+demo: setup  ## Check this machine and measure stores and loads on a real file (CPU only)
+	@mkdir -p build/demo
+	$(python) -m kvdisk doctor build/demo
+	$(python) -m kvdisk bench build/demo
+
+bench: setup  ## Run the whole bench matrix beside fio
+	$(python) bench/run.py
+
+# --- Checking it --------------------------------------------------------------------------------
+
+.PHONY: test native-test faults lint format sanitize soak canaries
+test: setup  ## Run all tests, the native ones included (PYTEST="-k name" selects)
+	$(python) -m pytest $(PYTEST)
+
+faults: setup  ## Run the tests that break disks and processes
+	$(python) -m pytest tests/faults $(PYTEST)
+
+native-test: build/native/stamp-configured  ## Build and run the C++ tests alone
+	cmake --build build/native --target native_tests
+	build/native/native_tests
+
+lint: setup build/native/stamp-configured  ## Check style, types and warnings
+	$(python) -m ruff check
+	$(python) -m ruff format --check
+	$(python) -m mypy
+	$(VENV)/bin/clang-format --dry-run --Werror $(format_sources)
+	cmake --build build/native
+
+format: setup  ## Rewrite the sources in the project's style
+	$(python) -m ruff check --fix
+	$(python) -m ruff format
+	$(VENV)/bin/clang-format -i $(format_sources)
+
+# One tree for tests, soak and lint: everything, and warnings are errors.
+configure = cmake -S native -B $(@D) -G Ninja --log-level=WARNING -DKVDISK_TESTS=ON \
+	-DKVDISK_WERROR=ON -DPython_EXECUTABLE=$(abspath $(python)) \
+	-Dnanobind_DIR=$$($(python) -m nanobind --cmake_dir)
+
+build/native/stamp-configured: native/CMakeLists.txt $(VENV)/stamp-requirements
+	$(configure) -DCMAKE_BUILD_TYPE=Release
+	@touch $@
+
+sanitize: setup  ## Run tests under the address, undefined behaviour and thread sanitizers
+	tools/sanitize
+
+soak: build/native/stamp-configured  ## Run OPS operations of the pipeline on the simulated disk from SEED
+	cmake --build build/native --target soak
+	build/native/soak --ops $(OPS) --seed $(SEED)
+
+canaries: setup  ## Prove that the soak finds each planted bug
+	native/tests/run_canaries.sh
+
+# --- Shipping it --------------------------------------------------------------------------------
+
+.PHONY: wheel wheel-check
+wheel: setup  ## Build a wheel that carries liburing inside
+	rm -rf dist/*.whl
+	$(pip) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist \
+		--config-settings=build-dir=build/wheel \
+		--config-settings=cmake.define.KVDISK_STATIC_LIBURING=ON .
+
+wheel-check: wheel  ## Install that wheel into an empty environment and use it there
+	tools/check-wheel dist/kvdisk-*.whl
+
+.PHONY: clean
+clean:  ## Remove all that was made, except .venv
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find kvdisk tests bench -name __pycache__ -prune -exec rm -rf {} +
