@@ -23,10 +23,10 @@
 #include <vector>
 
 #include "io/backend.hpp"
+#include "io/histogram.hpp"
 #include "pipeline/checksum.hpp"
 #include "pipeline/clock.hpp"
 #include "pipeline/copier.hpp"
-#include "pipeline/histogram.hpp"
 #include "pipeline/ring.hpp"
 #include "pipeline/slot_record.hpp"
 #include "pipeline/transfer.hpp"

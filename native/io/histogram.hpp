@@ -4,6 +4,8 @@
 
 #include <array>
 #include <bit>
+#include <cmath>
+#include <cstddef>
 #include <cstdint>
 
 namespace kvdisk {
@@ -55,6 +57,19 @@ class Histogram {
             if (seen >= wanted && seen > 0) return value_of(i) < max_ ? value_of(i) : max_;
         }
         return max_;
+    }
+
+    // The standard deviation, from the middles of the buckets.
+    double deviation() const noexcept {
+        if (count_ == 0) return 0;
+        const double mean = static_cast<double>(sum_) / static_cast<double>(count_);
+        double squares = 0;
+        for (std::size_t i = 0; i < bucket_count; ++i) {
+            if (counts_[i] == 0) continue;
+            const double distance = static_cast<double>(value_of(i)) - mean;
+            squares += static_cast<double>(counts_[i]) * distance * distance;
+        }
+        return std::sqrt(squares / static_cast<double>(count_));
     }
 
     std::uint64_t count() const noexcept { return count_; }
