@@ -352,7 +352,7 @@ void Uring::handle(std::uint64_t token, std::int32_t result) noexcept {
         return;
     }
     const std::uint64_t index = token & (depth_max - 1);
-    if (index >= depth_ || slots_[index].token != token) {
+    if (token == 0 || index >= depth_ || slots_[index].token != token) {
         ++stats_.unknown_completions;
         return;
     }
