@@ -44,6 +44,7 @@ struct RealBackend {
     std::function<std::unique_ptr<io::Backend>(const io::BackendOptions&)> make;
 };
 
+ContractCase contract_case(const RealBackend& real);
 const std::vector<ContractCase>& contract_cases();
 const std::vector<RealBackend>& real_backends();
 

@@ -72,14 +72,16 @@ const std::vector<RealBackend>& real_backends() {
     return backends;
 }
 
+ContractCase contract_case(const RealBackend& real) {
+    return {real.name, true, [real](const SubjectOptions& options) {
+                return std::make_unique<RealSubject>(real, options);
+            }};
+}
+
 const std::vector<ContractCase>& contract_cases() {
     static const std::vector<ContractCase> cases = [] {
         std::vector<ContractCase> all;
-        for (const RealBackend& real : real_backends()) {
-            all.push_back({real.name, true, [&real](const SubjectOptions& options) {
-                               return std::make_unique<RealSubject>(real, options);
-                           }});
-        }
+        for (const RealBackend& real : real_backends()) all.push_back(contract_case(real));
         all.push_back({"sim", false, [](const SubjectOptions& options) {
                            return std::make_unique<SimSubject>(options);
                        }});
