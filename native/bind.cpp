@@ -8,6 +8,7 @@
 
 #include <cstring>
 
+#include "io/workload.hpp"
 #include "pipeline/engine.hpp"
 
 namespace nb = nanobind;
@@ -83,7 +84,41 @@ nb::dict histogram_dict(const kvdisk::Histogram& histogram) {
     result["sum"] = histogram.sum();
     result["min"] = histogram.min();
     result["max"] = histogram.max();
+    result["deviation"] = histogram.deviation();
     result["percentiles"] = percentiles;
+    return result;
+}
+
+// Whole, so that histograms of several jobs can be joined: [(middle of a bucket, count)].
+nb::list histogram_bins(const kvdisk::Histogram& histogram) {
+    nb::list bins;
+    for (std::size_t i = 0; i < kvdisk::Histogram::bucket_count; ++i) {
+        const std::uint64_t count = histogram.counts()[i];
+        if (count > 0) bins.append(nb::make_tuple(kvdisk::Histogram::value_of(i), count));
+    }
+    return bins;
+}
+
+nb::dict raw_result_dict(const kvdisk::io::RawResult& raw) {
+    nb::dict result;
+    for (std::size_t i = 0; i < 2; ++i) {
+        nb::dict direction;
+        direction["bytes"] = raw.bytes[i];
+        direction["ios"] = raw.ios[i];
+        direction["latency_bins"] = histogram_bins(raw.latency_ns[i]);
+        direction["latency_sum_ns"] = raw.latency_ns[i].sum();
+        direction["latency_min_ns"] = raw.latency_ns[i].min();
+        direction["latency_max_ns"] = raw.latency_ns[i].max();
+        result[i == 0 ? "read" : "write"] = direction;
+    }
+    result["elapsed_ns"] = raw.elapsed_ns;
+    result["thread_cpu_ns"] = raw.thread_cpu_ns;
+    result["in_flight_ns"] = raw.in_flight_ns;
+    result["short_ios"] = raw.short_ios;
+    result["wrong_reads"] = raw.wrong_reads;
+    result["error"] = raw.error;
+    result["error_offset"] = raw.error_offset;
+    result["abandoned"] = raw.abandoned;
     return result;
 }
 
@@ -235,4 +270,64 @@ NB_MODULE(_native, module) {
         .def("reset_stats", &Engine::reset_stats)
         .def("take_restored", &restored_tuple)
         .def("close", &Engine::close, "timeout_ns"_a, nb::call_guard<nb::gil_scoped_release>());
+
+    using RawJobOptions = kvdisk::io::RawJobOptions;
+    nb::class_<RawJobOptions>(module, "RawJobOptions")
+        .def(nb::init<>())
+        .def_rw("file", &RawJobOptions::file)
+        .def_rw("offset", &RawJobOptions::offset)
+        .def_rw("size_bytes", &RawJobOptions::size_bytes)
+        .def_rw("block_bytes", &RawJobOptions::block_bytes)
+        .def_rw("depth", &RawJobOptions::depth)
+        .def_rw("read_percent", &RawJobOptions::read_percent)
+        .def_rw("random", &RawJobOptions::random)
+        .def_rw("sync_after_writes", &RawJobOptions::sync_after_writes)
+        .def_rw("seed", &RawJobOptions::seed)
+        .def_rw("backend", &RawJobOptions::backend);
+
+    using RawJob = kvdisk::io::RawJob;
+    nb::class_<RawJob>(module, "RawJob")
+        .def(nb::init<const RawJobOptions&>(), nb::call_guard<nb::gil_scoped_release>())
+        .def("fill",
+             [](RawJob& job) {
+                 const auto result = [&] {
+                     const nb::gil_scoped_release release;
+                     return job.fill();
+                 }();
+                 return raw_result_dict(result);
+             })
+        .def(
+            "run",
+            [](RawJob& job, std::int64_t duration_ns) {
+                const auto result = [&] {
+                    const nb::gil_scoped_release release;
+                    return job.run(duration_ns);
+                }();
+                return raw_result_dict(result);
+            },
+            "duration_ns"_a)
+        .def("verify",
+             [](RawJob& job) {
+                 const auto verdict = [&] {
+                     const nb::gil_scoped_release release;
+                     return job.verify();
+                 }();
+                 return nb::make_tuple(verdict.blocks_checked, verdict.blocks_wrong,
+                                       verdict.first_wrong_offset, verdict.error);
+             })
+        .def("forget", &RawJob::forget)
+        .def("stop", &RawJob::stop)
+        .def_prop_ro("progress_bytes", &RawJob::progress_bytes)
+        .def_prop_ro("buffer_bytes", &RawJob::buffer_bytes)
+        .def_prop_ro("backend", &RawJob::backend_name)
+        .def_prop_ro("backend_reason", &RawJob::backend_reason)
+        .def("backend_stats", [](RawJob& job) {
+            const kvdisk::io::BackendStats stats = job.stats();
+            nb::dict result;
+            result["submit_calls"] = stats.submit_calls;
+            result["areas_registered"] = stats.areas_registered;
+            result["files_registered"] = stats.files_registered;
+            result["note"] = stats.note;
+            return result;
+        });
 }
