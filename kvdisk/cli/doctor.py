@@ -30,7 +30,7 @@ _GRAVEST_FIRST: Final = ("error", "warning", "ok")
 
 
 @click.command()
-@click.argument("path", default=".", type=click.Path(path_type=Path))
+@click.argument("path", default=".", type=Path)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every measured value.")
 def doctor(path: Path, as_json: bool) -> int:
     """Check whether this machine and the directory PATH suit kvdisk.
@@ -54,7 +54,7 @@ def _require_directory(path: Path) -> None:
     """Raise ConfigError when ``path`` cannot be examined at all."""
     try:
         path.stat()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         raise ConfigError(f"{_printable(path)}: {reason}. Name an existing directory.") from None
     if not path.is_dir():

@@ -11,7 +11,7 @@ from typing import Final
 from kvdisk.memory import MemoryHeadroom
 from kvdisk.probe.host import Cuda, LockedMemory
 from kvdisk.probe.uring import Surroundings, UringAnswers, explain_refusal
-from kvdisk.probe.verdict import Check, errno_name
+from kvdisk.probe.verdict import Check, Status, errno_name
 from kvdisk.units import display_size
 
 # Locked memory beside the buffers: the rings themselves, which some kernels count too. At the
@@ -42,46 +42,45 @@ def check_uring(answers: UringAnswers, around: Surroundings) -> Check:
         "feature_names": list(answers.feature_names),
         "single_issuer": answers.single_issuer,
         "defer_taskrun": answers.defer_taskrun,
-        "missing_operations": list(answers.missing_operations),
+        "missing": list(answers.missing),
+        "usable": answers.usable,
         "kernel": around.kernel,
         "sysctl_disabled": around.sysctl_disabled,
         "seccomp_filtered": around.seccomp_filtered,
         "container": around.container,
     }
+    return Check("io_uring", *_judge_uring(answers, around), values)
+
+
+def _judge_uring(answers: UringAnswers, around: Surroundings) -> tuple[Status, str, str | None]:
+    """(status, what was found, what to do)."""
     if answers.killed_by_signal:
-        found = "a seccomp filter kills every process that tries io_uring (SIGSYS)"
-        remedy = (
+        return (
+            "error",
+            "a seccomp filter kills every process that tries io_uring (SIGSYS)",
             "set backend=threads, or let the filter answer EPERM or allow io_uring "
-            "(systemd: SystemCallErrorNumber=EPERM)"
+            "(systemd: SystemCallErrorNumber=EPERM)",
         )
-        return Check("io_uring", "error", found, remedy, values)
     if answers.refusal_errno:
-        call = (
-            "io_uring_setup"
-            if answers.setup_errno
-            else "io_uring_enter"
-            if answers.enter_errno
-            else "io_uring_register"
+        refusals = (
+            ("io_uring_setup", answers.setup_errno),
+            ("io_uring_enter", answers.enter_errno),
+            ("io_uring_register", answers.register_errno),
         )
+        call = next(call for call, refused in refusals if refused)
         cause, remedy = explain_refusal(answers.refusal_errno, around)
-        effect = (
-            "files and buffers are not registered"
-            if answers.usable
-            else "kvdisk falls back to threads"
-        )
-        found = f"{call} refused ({errno_name(answers.refusal_errno)}): {cause}; {effect}"
-        return Check("io_uring", "warning", found, remedy, values)
-    if answers.missing_operations:
-        lacking = ", ".join(answers.missing_operations)
-        found = f"Linux {around.kernel} lacks {lacking}; kvdisk falls back to threads"
-        return Check("io_uring", "warning", found, "use Linux 5.6 or newer", values)
+        found = f"{call} refused ({errno_name(answers.refusal_errno)}): {cause}"
+        return "warning", f"{found}; kvdisk falls back to threads", remedy
+    if answers.missing:
+        found = f"Linux {around.kernel} lacks {', '.join(answers.missing)}"
+        return "warning", f"{found}; kvdisk falls back to threads", "use Linux 5.11 or newer"
     if answers.defer_taskrun:
         extra = "SINGLE_ISSUER and DEFER_TASKRUN"
     elif answers.single_issuer:
         extra = "SINGLE_ISSUER; DEFER_TASKRUN needs Linux 6.1"
     else:
         extra = "without SINGLE_ISSUER and DEFER_TASKRUN, which need Linux 6.1"
-    return Check("io_uring", "ok", f"permitted, Linux {around.kernel}, {extra}", None, values)
+    return "ok", f"permitted, Linux {around.kernel}, {extra}", None
 
 
 def check_locked_memory(limits: LockedMemory, ring_bytes: int) -> Check:

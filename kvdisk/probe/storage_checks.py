@@ -170,7 +170,7 @@ def check_space(space: Space | int) -> Check:
         return Check("space", "ok", "the file system does not say", None, values)
     found = f"{display_size(space.available_bytes)} of {display_size(space.total_bytes)} free"
     if space.reserved_bytes:
-        found += f" (and {display_size(space.reserved_bytes)} kept for root)"
+        found += f" (another {display_size(space.reserved_bytes)} held back)"
     if space.files_available == 0:
         return Check("space", "error", f"{found}, but no inode is", "remove some files", values)
     if space.available_bytes < SPACE_BYTES_LEAST:

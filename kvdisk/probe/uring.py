@@ -33,12 +33,21 @@ SYSCALL_REGISTER: Final = 427
 
 _PARAMS_BYTES: Final = 120  # struct io_uring_params
 _FEATURES_OFFSET: Final = 20
+_SETUP_R_DISABLED: Final = 1 << 6  # Linux 5.10
 _SETUP_SINGLE_ISSUER: Final = 1 << 12  # Linux 6.0
 _SETUP_DEFER_TASKRUN: Final = 1 << 13  # Linux 6.1
 _REGISTER_PROBE: Final = 8  # Linux 5.6
+_REGISTER_ENABLE_RINGS: Final = 12  # Linux 5.10
 _PROBE_OPERATIONS: Final = 256
 _OPERATION_SUPPORTED: Final = 1
-_OPERATIONS: Final = {"READ_FIXED": 4, "WRITE_FIXED": 5, "READ": 22, "WRITE": 23}
+_OPERATIONS: Final = {
+    "READ_FIXED": 4,
+    "WRITE_FIXED": 5,
+    "POLL_ADD": 6,
+    "READ": 22,
+    "WRITE": 23,
+}
+_FEATURES_NEEDED: Final = ("NODROP", "EXT_ARG")  # Linux 5.11
 _ENTRIES: Final = 4
 _CAP_SYS_ADMIN: Final = 21
 _CHILD_SECONDS: Final = 30.0
@@ -76,8 +85,16 @@ class UringAnswers:
 
     @property
     def usable(self) -> bool:
-        """True when files can be read and written through io_uring."""
-        return self.setup_errno == 0 and self.enter_errno == 0 and not self.killed_by_signal
+        """True when the io_uring backend can run."""
+        allowed = (self.setup_errno, self.enter_errno, self.register_errno) == (0, 0, 0)
+        return allowed and not (self.killed_by_signal or self.missing)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What the backend needs and this kernel has not, by name."""
+        names = self.feature_names
+        features = tuple(name for name in _FEATURES_NEEDED if name not in names)
+        return (*features, *self.missing_operations)
 
     @property
     def refusal_errno(self) -> int:
@@ -124,13 +141,17 @@ def probe_uring() -> UringAnswers:
 
 
 def probe_uring_here() -> UringAnswers:
-    """Ask in this process."""
-    ring, features, setup_errno = _setup(0)
+    """Ask in this process, in the way of the backend: a disabled ring, then enabled."""
+    ring, features, setup_errno = _setup(_SETUP_R_DISABLED)
     if ring < 0:
         return UringAnswers(setup_errno=setup_errno)
     try:
-        enter_errno = _call(SYSCALL_ENTER, ring, 0, 0, 0, None, 0)
         register_errno, missing = _probe_operations(ring)
+        if register_errno == 0:
+            register_errno = _call(SYSCALL_REGISTER, ring, _REGISTER_ENABLE_RINGS, None, 0)
+        enter_errno = _call(SYSCALL_ENTER, ring, 0, 0, 0, None, 0)
+        if register_errno and enter_errno == errno.EBADFD:
+            enter_errno = 0  # allowed: it is the ring that was not enabled
     finally:
         os.close(ring)
     return UringAnswers(
@@ -203,7 +224,7 @@ def explain_refusal(error: int, around: Surroundings) -> tuple[str, str]:
             "raise it (ulimit -l, docker --ulimit memlock=-1, systemd LimitMEMLOCK=infinity)",
         )
     if error == errno.EINVAL:
-        return "this io_uring is too old to be asked (before 5.6)", "use Linux 5.6 or newer"
+        return "this io_uring is older than kvdisk needs", "use Linux 5.11 or newer"
     if error in (errno.EMFILE, errno.ENFILE):
         return "too many files are open", "raise the limit on open files (ulimit -n)"
     return "the kernel gave no usual reason", "search the kernel log for io_uring"
