@@ -1,0 +1,322 @@
+"""Which slot holds a key: a hash table in flat numpy arrays, asked for many keys at once.
+
+A dict of a million ``bytes`` costs 200 bytes an entry, stops the caller for a tenth of a second
+whenever it rebuilds itself, and is a million objects for the garbage collector to visit. The
+serving engine's thread pays for all of that. Here an entry is a row of plain arrays: nothing is
+allocated after construction, nothing is ever rebuilt, and a call for 64 keys does about the work
+of one.
+
+What always holds:
+    * Keys are compared in full. Hashes only say where to look.
+    * A bucket has eight places and is searched whole, so removing a key leaves no tombstone. A key
+      whose bucket is full goes to a small dict, the overflow; with at most half of all places in
+      use that is fewer than one key in a hundred.
+    * A key is in the table once, and a slot holds one key.
+
+Python's own ``hash`` is used: it is keyed per process (SipHash), so nobody can choose keys that
+collide unless PYTHONHASHSEED is fixed, and even then the overflow keeps every answer right.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Slots = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]
+Where = slice | Slots
+
+# The slot record's key field; the tier digests longer keys before they come here.
+KEY_BYTES_MAX: Final = 64
+ABSENT: Final = -1
+
+_WORDS: Final = KEY_BYTES_MAX // 8
+_WAYS: Final = 8
+_IN_OVERFLOW: Final = -1
+# Which quarter of a 64-bit hash is its top 16 bits. The bucket comes from the bottom.
+_TAG_QUARTER: Final = 3 if sys.byteorder == "little" else 0
+
+
+def require(condition: object, message: str) -> None:
+    """An assertion that stays on under ``python -O``: ``AssertionError`` is a programmer error."""
+    if not condition:
+        raise AssertionError(message)
+
+
+class KeyBatch:
+    """The keys of one call, encoded once. Everything that takes keys takes this in their place.
+
+    ``words`` holds the keys zero-padded to 64 bytes, as ``(n, 8)`` integers; ``rows`` is the same
+    memory as ``(n, 64)`` bytes, which is what the native engine takes beside ``lengths``.
+    Slicing gives a batch of the same memory.
+    """
+
+    __slots__ = ("_distinct", "_hashes", "_keys", "_lengths", "length", "words")
+
+    words: npt.NDArray[np.int64]
+    length: int
+    """The one length of all keys in bytes, or 0 when lengths differ."""
+
+    def __init__(self, keys: Sequence[bytes]) -> None:
+        lengths = set(map(len, keys))
+        require(
+            not lengths or (min(lengths) > 0 and max(lengths) <= KEY_BYTES_MAX),
+            f"a key has 1 to {KEY_BYTES_MAX} bytes; lengths given: {sorted(lengths)}",
+        )
+        self._keys: Sequence[bytes] | None = keys
+        self.words = np.array(keys, dtype=f"S{KEY_BYTES_MAX}").view(np.int64).reshape(-1, _WORDS)
+        self.length = lengths.pop() if len(lengths) == 1 else 0
+        self._lengths: npt.NDArray[np.uint8] | None = None
+        self._hashes: npt.NDArray[np.int64] | None = None
+        self._distinct: bool | None = None
+
+    @classmethod
+    def from_rows(cls, rows: npt.NDArray[np.uint8], lengths: npt.NDArray[np.uint8]) -> KeyBatch:
+        """From zero-padded ``(n, 64)`` bytes and ``(n,)`` lengths, as slot records are read."""
+        require(rows.shape == (len(lengths), KEY_BYTES_MAX), "rows are (n, 64), lengths are (n,)")
+        require(
+            not len(lengths) or (lengths.min() > 0 and lengths.max() <= KEY_BYTES_MAX),
+            f"a key has 1 to {KEY_BYTES_MAX} bytes",
+        )
+        words = np.ascontiguousarray(rows).view(np.int64)
+        return cls._of(None, words, np.asarray(lengths, dtype=np.uint8), None)
+
+    @classmethod
+    def _of(
+        cls,
+        keys: Sequence[bytes] | None,
+        words: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.uint8] | None,
+        hashes: npt.NDArray[np.int64] | None,
+        length: int = 0,
+    ) -> KeyBatch:
+        batch = cls.__new__(cls)
+        batch._keys, batch.words, batch._lengths, batch._hashes = keys, words, lengths, hashes
+        batch.length = length
+        if lengths is not None and len(lengths) and lengths.min() == lengths.max():
+            batch.length = int(lengths[0])
+        batch._distinct = None
+        return batch
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, part: slice) -> KeyBatch:
+        return self._of(
+            None if self._keys is None else self._keys[part],
+            self.words[part],
+            None if self._lengths is None else self._lengths[part],
+            None if self._hashes is None else self._hashes[part],
+            self.length,
+        )
+
+    def pick(self, rows: npt.NDArray[np.intp]) -> KeyBatch:
+        """The batch of these rows alone, in their order."""
+        keys = self.keys
+        return self._of(
+            [keys[row] for row in rows.tolist()],
+            self.words.take(rows, axis=0),
+            None if self.length else self.lengths.take(rows),
+            self.hashes.take(rows),
+            self.length,
+        )
+
+    @property
+    def keys(self) -> Sequence[bytes]:
+        if self._keys is None:
+            flat = self.words.tobytes()
+            self._keys = [
+                flat[start : start + length]
+                for start, length in zip(
+                    range(0, len(flat), KEY_BYTES_MAX), self.lengths.tolist(), strict=True
+                )
+            ]
+        return self._keys
+
+    @property
+    def rows(self) -> npt.NDArray[np.uint8]:
+        return self.words.view(np.uint8)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.uint8]:
+        if self._lengths is None:
+            if self.length:
+                self._lengths = np.full(len(self), self.length, dtype=np.uint8)
+            else:
+                self._lengths = np.fromiter(map(len, self.keys), np.uint8, len(self))
+        return self._lengths
+
+    @property
+    def hashes(self) -> npt.NDArray[np.int64]:
+        if self._hashes is None:
+            self._hashes = np.fromiter(map(hash, self.keys), np.int64, len(self))
+        return self._hashes
+
+    @property
+    def distinct(self) -> bool:
+        """Whether no key occurs twice."""
+        if self._distinct is None:
+            self._distinct = len(set(self.keys)) == len(self)
+        return self._distinct
+
+
+Keys = Sequence[bytes] | KeyBatch
+
+
+def encode(keys: Keys) -> KeyBatch:
+    return keys if isinstance(keys, KeyBatch) else KeyBatch(keys)
+
+
+class KeyIndex:
+    """Key → slot for ``slots`` slots, and slot → key. About 82 to 94 bytes a slot."""
+
+    def __init__(self, slots: int) -> None:
+        require(slots > 0, "an index needs a slot")
+        buckets = 1 << max(0, (-(-slots // (_WAYS // 2)) - 1).bit_length())
+        self._bucket_mask = buckets - 1
+        self._tags = np.zeros((buckets, _WAYS), dtype=np.uint16)  # 0: the place is vacant
+        self._flat_tags = self._tags.reshape(-1)
+        self._flat_slots = np.full(buckets * _WAYS, ABSENT, dtype=np.int32)
+        self._place = np.full(slots, _IN_OVERFLOW, dtype=np.int32)  # of a slot's key
+        self._words = np.zeros((slots, _WORDS), dtype=np.int64)
+        self._lengths = np.zeros(slots, dtype=np.uint8)
+        self._overflow: dict[bytes, int] = {}
+        self._size = 0
+        # The one length of all keys held, so that lengths need no comparing; None: they differ.
+        self._length: int | None = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def find(self, batch: KeyBatch) -> Slots:
+        """The slot of each key, ``ABSENT`` where there is none."""
+        found = np.full(len(batch), ABSENT, dtype=np.int32)
+        compare_lengths = self._length is None or not batch.length
+        if not compare_lengths and batch.length != self._length:
+            return found
+        bucket, tags = self._home(batch.hashes)
+        rows, ways = (self._tags.take(bucket, axis=0) == tags[:, None]).nonzero()
+        if rows.size:
+            places = bucket.take(rows) * _WAYS + ways
+            slots = self._flat_slots.take(places)
+            different = self._words.take(slots, axis=0) != batch.words.take(rows, axis=0)
+            if compare_lengths:
+                different[:, 0] |= self._lengths.take(slots) != batch.lengths.take(rows)
+            if np.count_nonzero(different):
+                equal = ~different.any(axis=1)
+                rows, slots = rows[equal], slots[equal]
+            found[rows] = slots
+        if self._overflow and not self._overflow.keys().isdisjoint(batch.keys):
+            for row in (found == ABSENT).nonzero()[0].tolist():
+                found[row] = self._overflow.get(batch.keys[row], ABSENT)
+        return found
+
+    def find_one(self, key: bytes) -> int:
+        """The slot of ``key`` or ``ABSENT``; for one key, several times cheaper than ``find``."""
+        number = hash(key)
+        bucket = number & self._bucket_mask
+        tag = (number >> 48) & 0xFFFF | 1
+        tags: list[int] = self._tags[bucket].tolist()
+        if tag in tags:
+            for way in range(_WAYS):
+                if tags[way] == tag:
+                    slot = int(self._flat_slots[bucket * _WAYS + way])
+                    if self.key(slot) == key:
+                        return slot
+        return self._overflow.get(key, ABSENT) if self._overflow else ABSENT
+
+    def insert(self, batch: KeyBatch, slots: Slots, where: Where) -> None:
+        """Put distinct keys that are absent into distinct slots that hold none.
+
+        ``where`` is ``slots``, or the slice that it equals when it is one run.
+        """
+        self._words[where] = batch.words
+        self._lengths[where] = batch.length or batch.lengths
+        if not batch.length or (self._size and batch.length != self._length):
+            self._length = None
+        elif not self._size:
+            self._length = batch.length
+        self._size += len(slots)
+        bucket, tags = self._home(batch.hashes)
+        while True:
+            vacant = self._tags.take(bucket, axis=0) == 0
+            places = bucket * _WAYS + vacant.argmax(axis=1)
+            full = self._flat_tags.take(places) != 0
+            if np.count_nonzero(full):
+                self._put_in_overflow(slots[full])
+                rest = ~full
+                bucket, tags, slots, places = bucket[rest], tags[rest], slots[rest], places[rest]
+            self._flat_tags[places] = tags
+            self._flat_slots[places] = slots
+            self._place[slots] = places
+            # Two keys of one bucket wrote to one place: the later stands, the other tries again.
+            lost = self._flat_slots.take(places) != slots
+            if not np.count_nonzero(lost):
+                return
+            bucket, tags, slots = bucket[lost], tags[lost], slots[lost]
+
+    def remove(self, slots: Slots) -> None:
+        """Forget the keys of distinct slots that hold one."""
+        self._size -= len(slots)
+        places = self._place.take(slots)
+        if self._overflow:
+            spilled = places == _IN_OVERFLOW
+            if np.count_nonzero(spilled):
+                for slot in slots[spilled].tolist():
+                    del self._overflow[self.key(slot)]
+                places = places[~spilled]
+        self._flat_tags[places] = 0
+        self._flat_slots[places] = ABSENT
+
+    def key(self, slot: int) -> bytes:
+        """The key that ``slot`` holds, or held last."""
+        padded: bytes = self._words[slot].tobytes()
+        return padded[: int(self._lengths[slot])]
+
+    def batch(self, slots: Slots) -> KeyBatch:
+        """The keys of ``slots``."""
+        rows = self._words.take(slots, axis=0).view(np.uint8)
+        return KeyBatch.from_rows(rows, self._lengths.take(slots))
+
+    def clear(self) -> None:
+        self._flat_tags.fill(0)
+        self._flat_slots.fill(ABSENT)
+        self._overflow.clear()
+        self._size = 0
+        self._length = 0
+
+    def resized(self, slots: int, live: Slots) -> KeyIndex:
+        """A new index of ``slots`` slots that holds what ``live`` slots hold here."""
+        index = KeyIndex(slots)
+        for start in range(0, len(live), 1 << 16):
+            part = live[start : start + (1 << 16)]
+            index.insert(self.batch(part), part, part)
+        return index
+
+    def check(self, live: Slots) -> None:
+        """Full recount: exactly ``live`` slots hold a key, and each key leads back to its slot."""
+        require(len(live) == self._size, f"index counts {self._size} keys, {len(live)} slots do")
+        placed = self._flat_slots[self._flat_slots != ABSENT]
+        require(
+            np.array_equal(self._flat_tags != 0, self._flat_slots != ABSENT),
+            "a place has a tag without a slot, or a slot without a tag",
+        )
+        held = np.sort(np.concatenate([placed, np.array(list(self._overflow.values()), np.int32)]))
+        require(np.array_equal(held, np.sort(live)), "the table's slots are not the live slots")
+        require(np.array_equal(self.find(self.batch(live)), live), "a key leads to another slot")
+
+    def _home(
+        self, hashes: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.uint16]]:
+        """The bucket of each key, and the tag (never 0) it carries there."""
+        tags = hashes.view(np.uint16)[_TAG_QUARTER::4] | np.uint16(1)
+        return hashes & self._bucket_mask, tags
+
+    def _put_in_overflow(self, slots: Slots) -> None:
+        self._place[slots] = _IN_OVERFLOW
+        for slot in slots.tolist():
+            self._overflow[self.key(slot)] = slot
