@@ -1,0 +1,60 @@
+"""What native/bind.cpp exports. Meanings and units are said in kvdisk/transfer.py."""
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+key_bytes_max: Final[int]
+record_bytes: Final[int]
+record_page_bytes: Final[int]
+
+_U8 = npt.NDArray[np.uint8]
+_U64 = npt.NDArray[np.uint64]
+_I32 = npt.NDArray[np.int32]
+
+class EngineOptions:
+    slot_bytes: int
+    slot_count: int
+    data_fd: int
+    record_fd: int
+    record_offset: int
+    epoch: int
+    backend: str
+    force_async: bool
+    shards: int
+    iodepth: int
+    buffers: int
+    rows_per_buffer: int
+    load_reserve: int
+    store_depth_beside_loads: int
+    alignment: int
+    store_queue_bytes: int
+    direct_stores: bool
+    direct_loads: bool
+    def set_layout(self, regions: list[tuple[int, int, int]], block_count: int) -> None: ...
+
+class Engine:
+    def __init__(self, options: EngineOptions) -> None: ...
+    def submit(
+        self,
+        direction: int,
+        block_ids: _U64,
+        slots: _U64,
+        keys: _U8,
+        key_lengths: _U8,
+        timeout_ns: int,
+        start_within_ns: int,
+        event: int,
+    ) -> int: ...
+    def cancel_waiting(self, transfer_id: int) -> None: ...
+    def drop(self, slots: _U64) -> None: ...
+    def poll(
+        self,
+    ) -> tuple[list[int], list[tuple[int, int, _U8, _I32, _U8]], list[int]]: ...
+    def wait(self, timeout_ns: int) -> bool: ...
+    def event_fd(self) -> int: ...
+    def stats(self) -> dict[str, Any]: ...
+    def reset_stats(self) -> None: ...
+    def take_restored(self) -> tuple[_U64, _U64, _U64, _U8, _U8]: ...
+    def close(self, timeout_ns: int) -> int: ...
