@@ -136,13 +136,13 @@ TEST_CASE("contract: a request counts as in flight from push until it is reaped"
 TEST_CASE("contract: the depth can be used up again and again, at its smallest and its largest") {
     KVDISK_EACH_BACKEND(contract_case) {
         for (const std::uint32_t depth : {1U, 2U, 3U, 4096U}) {
-            Memory memory(block_bytes);
+            Memory memory(8 * block_bytes);
             auto subject = contract_case.make({.depth = depth});
             for (std::uint64_t round = 0; round < 3; ++round) {
                 for (std::uint64_t i = 1; i <= depth; ++i) {
                     subject->backend().push({.id = round * depth + i,
                                              .offset = i % 64 * block_bytes,
-                                             .data = memory.data(),
+                                             .data = memory.data() + (i - 1) * 8,
                                              .length = 8});
                 }
                 REQUIRE(collect(*subject, depth).size() == depth);

@@ -37,7 +37,13 @@ TEST_CASE("A25: the automatic choice moves the right bytes and says what it is")
                                  return std::move(choice.backend);
                              }};
     io::BackendStats stats;
-    const SoakResult result = soak(contract_case(chosen), {.seed = 25, .operations = 3000}, &stats);
+    const std::string depth =
+        expected("KVDISK_EXPECT_DEPTH");  // of 64 KiB of registered memory each
+    const SoakOptions options{
+        .seed = 25,
+        .operations = 3000,
+        .depth = depth.empty() ? 32U : static_cast<unsigned>(std::stoul(depth))};
+    const SoakResult result = soak(contract_case(chosen), options, &stats);
     CHECK(result.completed == 3000);
     CHECK(result.wrong_results + result.wrong_bytes + result.strange_ids == 0);
     CHECK((name == "uring" || name == "threads"));

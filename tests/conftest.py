@@ -1,0 +1,38 @@
+"""Fixtures that tests of several folders share."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def native_tests() -> Path:
+    """The C++ test program, built once. KVDISK_NATIVE_TESTS names one that exists (sanitizers)."""
+    given = os.environ.get("KVDISK_NATIVE_TESTS")
+    if given:
+        return Path(given).resolve()
+    if shutil.which("cmake") is None:
+        pytest.fail("cmake is needed to build the native tests")
+    build = ROOT / "build" / "native-tests"
+    build.mkdir(parents=True, exist_ok=True)
+    with open(build / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # test runs side by side build one after the other
+        options = ["-DKVDISK_TESTS=ON", "-DKVDISK_PYTHON=OFF", "-DCMAKE_BUILD_TYPE=Release"]
+        generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+        _run("cmake", "-S", str(ROOT / "native"), "-B", str(build), *generator, *options)
+        _run("cmake", "--build", str(build), "--target", "native_tests", "--parallel", "2")
+    return build / "native_tests"
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.fail(f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
