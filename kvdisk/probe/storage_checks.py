@@ -83,7 +83,7 @@ def _file_system_problem(mount: Mount, answers: DirectoryAnswers) -> tuple[str |
         )
     if kind == "btrfs" and not answers.no_copy_on_write:
         return (
-            "copies on write and checksums, so newer kernels buffer direct writes",
+            "copies on write and checksums, so direct writes are copied or buffered first",
             _NO_COPY_ON_WRITE,
         )
     compress = mount.option("compress") or mount.option("compress-force")
