@@ -1,0 +1,275 @@
+"""Files that only this user can read, opened so that nobody can slip in another, and locked.
+
+KV blocks are people's prompts in another form, and cache directories tend to lie in shared places.
+
+What always holds: directories made here are 0700 and files 0600 under any umask; nothing is opened
+through a symbolic link that another user made; a FIFO, a device, a hard link or a foreign user's
+file is refused untouched; a file is changed only by the holder of its lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from kvdisk.errors import BusyError, ConfigError, DeviceError
+
+_OPEN_ATTEMPTS: Final = 16
+_SET_ASIDE_MAX: Final = 1000
+_NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+def open_private_directory(path: Path) -> int:
+    """A descriptor of ``path``, made 0700 and ours; its parent may be shared, but not careless.
+
+    ``path`` is made when missing, and so is its parent, but nothing above: a disk that is not
+    mounted must be noticed. Raises ConfigError for what is unsafe, DeviceError for what fails.
+    """
+    parent = _open_parent(path.parent)
+    try:
+        _make_directory(path, path.name, parent)
+        status = os.stat(path.name, dir_fd=parent, follow_symlinks=False)
+        _require_directory(path, status)
+        if status.st_uid != os.geteuid():
+            raise ConfigError(_foreign(path, status.st_uid))
+        if stat.S_IMODE(status.st_mode) != 0o700:
+            os.chmod(path.name, 0o700, dir_fd=parent)
+        return os.open(
+            path.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent
+        )
+    except OSError as error:
+        raise DeviceError.from_os_error(error, "open directory", path, _advice(error)) from error
+    finally:
+        os.close(parent)
+
+
+def _open_parent(path: Path) -> int:
+    """The directory in which ours lies. It may belong to root or us, nobody else."""
+    try:
+        _make_directory(path, path, None)
+        link = os.lstat(path)
+        if stat.S_ISLNK(link.st_mode) and link.st_uid not in (0, os.geteuid()):
+            raise ConfigError(
+                f"{path} is a symbolic link that user {link.st_uid} made: name the directory "
+                "itself, or remove the link."
+            )
+        parent = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ENOTDIR:
+            raise ConfigError(f"{path} is not a directory: name one for the cache.") from error
+        raise DeviceError.from_os_error(error, "open directory", path, _advice(error)) from error
+    try:
+        _require_safe_parent(path, os.fstat(parent))
+    except BaseException:
+        os.close(parent)
+        raise
+    return parent
+
+
+def _require_safe_parent(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (0, os.geteuid()):
+        raise ConfigError(_foreign(path, status.st_uid))
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        raise ConfigError(
+            f"{path} is writable for everyone, who could then replace the cache: chmod it to 0700 "
+            "(or 1777 if others need it), or use another directory."
+        )
+
+
+def _make_directory(path: Path, name: str | Path, parent: int | None) -> None:
+    """Like mkdir, but 0700 under any umask, and content with what is there."""
+    try:
+        os.mkdir(name, 0o700, dir_fd=parent)
+    except FileExistsError:
+        return
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{path.parent} does not exist: make it, or mount the disk that should be there."
+        ) from error
+    # A umask may have taken bits away; nobody else could put something else here so soon, except
+    # in a directory that the next check refuses.
+    os.chmod(name, 0o700, dir_fd=parent)
+
+
+def _require_directory(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(
+            f"{path} is {_kind(status)}, not a directory: remove it, or use another directory."
+        )
+
+
+def open_locked(folder: int, path: Path) -> int:
+    """A descriptor, read and write, of the file ``path.name`` in ``folder``, made when missing.
+
+    It holds the file's exclusive lock (flock(2)), which ends with the last copy of the descriptor,
+    so with the process at the latest. Raises BusyError, naming the holder, when it is taken;
+    ConfigError for a planted or foreign object; DeviceError when the file system cannot do it.
+    """
+    for _ in range(_OPEN_ATTEMPTS):
+        file = _open_private(folder, path)
+        try:
+            _lock(file, path)
+            if _is_still(folder, path.name, file):
+                return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)  # renamed or removed between open and lock: not the one others would see
+    raise BusyError(f"{path} keeps being replaced by another process.", path=str(path))
+
+
+def set_aside(folder: int, path: Path) -> str:
+    """Rename ``path.name`` to the first free ``.damaged-N``; the new name. The lock is held."""
+    for number in range(1, _SET_ASIDE_MAX):
+        name = f"{path.name}.damaged-{number}"
+        try:
+            os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            try:
+                os.rename(path.name, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except OSError as error:
+                raise DeviceError.from_os_error(error, "rename", path, _advice(error)) from error
+            return name
+    raise DeviceError(
+        f"{path}: too many damaged files beside it; look at them and remove what is not needed.",
+        errno=errno.EEXIST,
+        op="rename",
+        path=str(path),
+    )
+
+
+def unlink_if_same(folder: int, name: str, file: int) -> bool:
+    """Remove the name, if it is still that of the open file."""
+    if not _is_still(folder, name, file):
+        return False
+    with suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)
+    return True
+
+
+def _open_private(folder: int, path: Path) -> int:
+    """Open or create; never through a link, and never what is not a plain file of ours."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with suppress(FileNotFoundError):
+            # Looked at before it is opened: opening a FIFO or a device can already have effects.
+            status = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+            _require_own_file(path, status)
+            if stat.S_IMODE(status.st_mode) != 0o600:
+                os.chmod(path.name, 0o600, dir_fd=folder)
+        file = os.open(path.name, flags, 0o600, dir_fd=folder)
+    except OSError as error:
+        raise DeviceError.from_os_error(error, "open", path, _advice(error)) from error
+    try:
+        status = os.fstat(file)
+        if status.st_nlink > 0:
+            _require_own_file(path, status)
+        os.fchmod(file, 0o600)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _require_own_file(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{path} is {_kind(status)}, not a file: find out who put it there.")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(_foreign(path, status.st_uid))
+    if status.st_nlink > 1:
+        raise ConfigError(
+            f"{path} has {status.st_nlink} hard links, so writing to it would change another "
+            "file: find out who made them, then remove this name."
+        )
+
+
+def _lock(file: int, path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = lock_holder(file)
+        who = f"process {holder}" if holder else "a process that cannot be seen from here"
+        raise BusyError(
+            f"{path} is in use by {who}: give each rank its own number and each server its own "
+            "directory, or stop that process.",
+            path=str(path),
+            holder=holder,
+        ) from error
+    except OSError as error:
+        advice = (
+            "This file system has no locks, so two servers could overwrite each other: use a "
+            "directory on a local disk."
+            if error.errno in _NO_LOCKS
+            else _advice(error)
+        )
+        raise DeviceError.from_os_error(error, "lock", path, advice) from error
+
+
+def lock_holder(file: int, locks: Path = Path("/proc/locks")) -> int | None:
+    """The process that took the lock of an open file, from the kernel's list (proc(5)).
+
+    None when it cannot be seen, as from within another container.
+    """
+    status = os.fstat(file)
+    exact = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    try:
+        lines = locks.read_text().splitlines()
+    except OSError:
+        return None
+    same_inode = None
+    for line in lines:
+        words = line.split()  # "1: FLOCK ADVISORY WRITE <pid> <device>:<inode> 0 EOF"
+        if len(words) < 6 or words[1] != "FLOCK" or not words[4].isdecimal() or words[4] == "0":
+            continue
+        if words[5] == exact:
+            return int(words[4])
+        # btrfs and overlay show another device number here than stat does.
+        if words[5].endswith(f":{status.st_ino}"):
+            same_inode = int(words[4])
+    return same_inode
+
+
+def _is_still(folder: int, name: str, file: int) -> bool:
+    try:
+        named = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    opened = os.fstat(file)
+    return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
+
+
+def _kind(status: os.stat_result) -> str:
+    for test, name in (
+        (stat.S_ISLNK, "a symbolic link"),
+        (stat.S_ISREG, "a file"),
+        (stat.S_ISDIR, "a directory"),
+        (stat.S_ISFIFO, "a FIFO"),
+        (stat.S_ISSOCK, "a socket"),
+    ):
+        if test(status.st_mode):
+            return name
+    return "a device"
+
+
+def _foreign(path: Path, owner: int) -> str:
+    return (
+        f"{path} belongs to user {owner}, but this process is user {os.geteuid()}: run as that "
+        "user, change the owner, or use another directory."
+    )
+
+
+def _advice(error: OSError) -> str:
+    return {
+        errno.EACCES: f"Give user {os.geteuid()} the right to read and write there.",
+        errno.EPERM: "Look for an immutable flag (lsattr) or a security module's denial.",
+        errno.EROFS: "Mount the file system writable, or use another directory.",
+        errno.ENOSPC: "Free space or inodes there.",
+        errno.EDQUOT: "Raise the quota of this user.",
+        errno.ENAMETOOLONG: "Use a shorter directory name.",
+        errno.EMFILE: "Raise the limit of open files (ulimit -n).",
+    }.get(error.errno or 0, "Check the disk (dmesg), or use another directory.")

@@ -1,0 +1,424 @@
+"""One rank's files: slots in ``rank-R-of-N.kv``, a header and slot records in ``.idx``.
+
+Opening is where everything that can be refused is refused: unsafe directories, planted files, a
+second user of the same rank, missing space, missing O_DIRECT. After that the native engine gets
+two descriptors and nothing here touches the data.
+
+What always holds:
+    * Both files are locked before anything about them is changed; the names belong to the holder.
+    * A file is resized or emptied only when it carries our mark: the header page of a record file,
+      an extended attribute on a data file. Anything else with our name is renamed to
+      ``.damaged-N``, never deleted, and the start is cold.
+    * Sizes, header and mode are settled, and the space is reserved, when ``create_or_open``
+      returns; when it raises, files that it made are gone again.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from kvdisk.config import Direct
+from kvdisk.direct_mode import DirectMode, choose_mode, set_direct, without_direct
+from kvdisk.errors import ConfigError, DeviceError
+from kvdisk.private_files import open_locked, open_private_directory, set_aside, unlink_if_same
+from kvdisk.rank_header import (
+    FINGERPRINT_BYTES,
+    HEADER_BYTES,
+    RECORD_BYTES,
+    RECORD_PAGE_BYTES,
+    RECORDS_PER_PAGE,
+    RankHeader,
+    parse_header,
+    record_file_bytes,
+    slots_within,
+)
+from kvdisk.reserve import reserve
+
+__all__ = ["RankFile", "record_file_bytes", "slots_within"]
+
+_SLOT_ALIGNMENT: Final = 4096
+_DATA_MARK: Final = "user.kvdisk"
+_DATA_MARK_VALUE: Final = b"KVDISKKV"
+
+_log = logging.getLogger("kvdisk")
+
+
+@dataclass(eq=False)
+class RankFile:
+    """The open, locked files of one rank. Close it after the engine that uses its descriptors.
+
+    ``data_fd`` holds ``slot_count`` slots of ``slot_bytes`` from offset 0; ``record_fd`` holds
+    their records from ``record_offset``. Both are opened with O_DIRECT when ``direct``;
+    ``alignment`` (bytes) then holds for offsets, lengths and memory, and ``reason`` says in a
+    sentence why or why not. ``epoch`` is what valid slot records carry. ``notes`` tells what was
+    dropped or could not be had. The lock ends with the last copy of the descriptors.
+    """
+
+    data_path: Path
+    record_path: Path
+    data_fd: int
+    record_fd: int
+    header: RankHeader
+    mode: DirectMode
+    notes: tuple[str, ...] = ()
+    record_offset: int = HEADER_BYTES
+    _folder: int = field(default=-1, repr=False)
+
+    @classmethod
+    def create_or_open(
+        cls,
+        directory: Path,
+        rank: int,
+        world_size: int,
+        slot_count: int,
+        slot_bytes: int,
+        fingerprint: bytes,
+        direct: Direct = "auto",
+        persist: bool = True,
+    ) -> RankFile:
+        """Open the files of ``rank`` in ``directory``, making or resizing them as needed.
+
+        ``slot_bytes`` is a multiple of 4096; ``fingerprint`` (32 bytes) stands for everything that
+        must match for stored bytes to be reusable. Slots that survive a change of ``slot_count``
+        keep their records. With ``persist=False`` the names are removed at once and nothing
+        earlier is used; then a second opener is not refused, but has files of its own.
+
+        Raises ConfigError (unsafe or senseless), BusyError (in use), DeviceError (no space, no
+        O_DIRECT where required, disk trouble).
+        """
+        wanted = _wanted_header(rank, world_size, slot_count, slot_bytes, fingerprint)
+        with ExitStack() as undo:
+            opening = _Opening(Path(os.path.abspath(directory)), wanted, direct, undo)
+            opening.find_what_is_there()
+            if not persist:
+                opening.make_nameless()
+            opening.settle()
+            undo.pop_all()
+        for note in opening.notes:
+            _log.warning("%s", note)
+        return cls(
+            data_path=opening.data.path,
+            record_path=opening.record.path,
+            data_fd=opening.data.file,
+            record_fd=opening.record.file,
+            header=opening.header,
+            mode=opening.mode,
+            notes=tuple(opening.notes),
+            _folder=opening.folder,
+        )
+
+    @property
+    def direct(self) -> bool:
+        return self.mode.direct
+
+    @property
+    def alignment(self) -> int:
+        return self.mode.alignment
+
+    @property
+    def reason(self) -> str:
+        return self.mode.reason
+
+    @property
+    def file_system(self) -> str:
+        return self.mode.file_system
+
+    @property
+    def epoch(self) -> int:
+        return self.header.epoch
+
+    @property
+    def slot_count(self) -> int:
+        return self.header.slot_count
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.header.slot_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What both files take on the disk, apart from the file system's own bookkeeping."""
+        return self.slot_count * self.slot_bytes + record_file_bytes(self.slot_count)
+
+    def bump_epoch(self) -> int:
+        """Make every record written so far void, durably: also after a kill or a power cut.
+
+        Returns the new epoch. Raises DeviceError when the disk did not take it; then nothing may be
+        considered invalidated.
+        """
+        assert not self.closed, "bump_epoch on a closed rank file"
+        header = replace(self.header, epoch=self.header.epoch + 1)
+        _write_header(self.record_fd, self.record_path, header)
+        self.header = header
+        return header.epoch
+
+    def unlink(self) -> None:
+        """Remove the names, if they are still those of these files. The space goes at close."""
+        assert not self.closed, "unlink on a closed rank file"
+        unlink_if_same(self._folder, self.data_path.name, self.data_fd)
+        unlink_if_same(self._folder, self.record_path.name, self.record_fd)
+
+    @property
+    def closed(self) -> bool:
+        return self._folder < 0
+
+    def close(self) -> None:
+        """Close the descriptors and, unless an engine still has copies, give up the lock."""
+        files = (self.record_fd, self.data_fd, self._folder)
+        self.record_fd = self.data_fd = self._folder = -1
+        for file in files:
+            if file >= 0:
+                os.close(file)
+
+    def __enter__(self) -> RankFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _wanted_header(
+    rank: int, world_size: int, slot_count: int, slot_bytes: int, fingerprint: bytes
+) -> RankHeader:
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            f"rank={rank} of world_size={world_size}: ranks count from 0; use the engine's global "
+            "rank, not a device index."
+        )
+    if slot_count < 1:
+        raise ConfigError(
+            f"slot_count={slot_count}: not even one slot fits; raise capacity to more than a "
+            "block for every rank."
+        )
+    if slot_bytes < 1 or slot_bytes % _SLOT_ALIGNMENT:
+        raise ConfigError(f"slot_bytes={slot_bytes}: must be a multiple of {_SLOT_ALIGNMENT}.")
+    if len(fingerprint) != FINGERPRINT_BYTES:
+        raise ConfigError(f"fingerprint: {len(fingerprint)} bytes, not {FINGERPRINT_BYTES}.")
+    # A fresh epoch from the clock, so that it is none that an earlier file of this name had.
+    return RankHeader(time.time_ns(), slot_bytes, slot_count, rank, world_size, fingerprint)
+
+
+# Opening ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _disk_trouble(op: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        advice = {
+            errno.ENOSPC: "Free space on this disk.",
+            errno.EDQUOT: "Raise the quota of this user.",
+            errno.EROFS: "Mount the file system writable, or use another directory.",
+        }.get(error.errno or 0, "Check the disk (dmesg).")
+        raise DeviceError.from_os_error(error, op, path, advice) from error
+
+
+@dataclass
+class _File:
+    path: Path
+    file: int
+    size_bytes: int  # as found; 0: it is new, or as good as new
+
+    def close(self) -> None:
+        if self.file >= 0:
+            os.close(self.file)
+        self.file = -1
+
+    def empty(self) -> None:
+        with _disk_trouble("truncate", self.path):
+            os.ftruncate(self.file, 0)
+        self.size_bytes = 0
+
+
+class _Opening:
+    """The steps of ``create_or_open`` and what they have found so far.
+
+    ``undo`` closes descriptors and removes files made here; it runs unless everything succeeded.
+    """
+
+    def __init__(self, directory: Path, wanted: RankHeader, direct: Direct, undo: ExitStack):
+        self.notes: list[str] = []
+        self.header = wanted
+        self.found: RankHeader | None = None
+        self._record_file_was_ours = False
+        self._direct = direct
+        self._undo = undo
+        self.folder = open_private_directory(directory)
+        undo.callback(os.close, self.folder)
+        stem = f"rank-{wanted.rank}-of-{wanted.world_size}"
+        self.data = self._open(directory / f"{stem}.kv")
+        self.record = self._open(directory / f"{stem}.idx")
+        self.mode = choose_mode(directory, direct)
+        self._apply_mode()
+
+    def find_what_is_there(self) -> None:
+        """Adopt, start over, or set aside. Afterwards ``found`` is the header to go on from."""
+        if self.record.size_bytes:
+            header = self._read_header()
+            if isinstance(header, str) or _identity(header) != _identity(self.header):
+                why = header if isinstance(header, str) else "it belongs to another cache or rank"
+                self.record = self._replace(self.record, why)
+            elif header.slot_bytes != self.header.slot_bytes:
+                self._record_file_was_ours = True
+                self.record.empty()
+                self.notes.append(
+                    f"{self.record.path}: its slots have {header.slot_bytes} bytes, now "
+                    f"{self.header.slot_bytes}; its blocks were dropped"
+                )
+            else:
+                self.found = header
+        ours = self.found is not None or self._record_file_was_ours or _has_mark(self.data.file)
+        if self.data.size_bytes and not ours:
+            self.data = self._replace(self.data, "it has no record file and not our mark")
+
+    def make_nameless(self) -> None:
+        """Nothing survives this process, and nothing earlier is used."""
+        if self.found is not None:
+            self.notes.append(
+                f"{self.data.path}: blocks of earlier runs were dropped: persist=False"
+            )
+        self.found = None
+        for each in (self.data, self.record):
+            with _disk_trouble("unlink", each.path):
+                unlink_if_same(self.folder, each.path.name, each.file)
+            each.empty()
+
+    def settle(self) -> None:
+        """Header, mark, sizes and reserved space."""
+        shrinks = False
+        if self.found is None:
+            self.record.empty()
+            self._prove_mode_and_write(self.header)
+        else:
+            epoch = self.found.epoch + (0 if self.data.size_bytes else 1)
+            self.header = replace(self.header, epoch=epoch)
+            shrinks = self.header.slot_count < self.found.slot_count
+            if shrinks:
+                _clear_records(self.record, self.header.slot_count)
+        _set_mark(self.data.file)
+        self._reserve_both(records_first=shrinks)
+        if self.found is not None and self.found != self.header:
+            _write_header(self.record.file, self.record.path, self.header)
+        with _disk_trouble("fsync", self.data.path.parent):
+            os.fsync(self.folder)
+
+    def _open(self, path: Path) -> _File:
+        opened = _File(path, open_locked(self.folder, path), 0)
+        self._undo.callback(opened.close)
+        opened.size_bytes = os.fstat(opened.file).st_size
+        if opened.size_bytes == 0:
+            self._undo.callback(unlink_if_same, self.folder, path.name, opened.file)
+        return opened
+
+    def _replace(self, old: _File, why: str) -> _File:
+        name = set_aside(self.folder, old.path)
+        self.notes.append(f"{old.path}: {why}; set aside as {name}, starting cold")
+        new = self._open(old.path)
+        old.close()
+        with _disk_trouble("O_DIRECT", new.path):
+            set_direct(new.file, self.mode.direct)
+        return new
+
+    def _apply_mode(self) -> None:
+        try:
+            for each in (self.data, self.record):
+                set_direct(each.file, self.mode.direct)
+        except OSError as error:
+            self._fall_back("the file refused O_DIRECT", error)
+
+    def _fall_back(self, what: str, error: OSError) -> None:
+        path = self.record.path
+        self.mode = without_direct(self.mode, self._direct, path, what, error.errno or errno.EIO)
+        for each in (self.data, self.record):
+            set_direct(each.file, False)
+
+    def _read_header(self) -> RankHeader | str:
+        try:
+            return parse_header(_read_page(self.record.file, 0))
+        except OSError as error:
+            if self.mode.direct and error.errno == errno.EINVAL:
+                self._fall_back("the record file refused a direct read", error)
+                return self._read_header()
+            return f"its header cannot be read ({os.strerror(error.errno or errno.EIO)})"
+
+    def _prove_mode_and_write(self, header: RankHeader) -> None:
+        """The first write to our own file is the last word on O_DIRECT."""
+        try:
+            _write_header(self.record.file, self.record.path, header)
+        except DeviceError as error:
+            if not self.mode.direct or error.errno != errno.EINVAL:
+                raise
+            refused = OSError(error.errno, os.strerror(error.errno))
+            self._fall_back("the record file refused a direct write", refused)
+            _write_header(self.record.file, self.record.path, header)
+
+    def _reserve_both(self, *, records_first: bool) -> None:
+        sizes = [
+            (self.data, self.header.slot_count * self.header.slot_bytes),
+            (self.record, record_file_bytes(self.header.slot_count)),
+        ]
+        for each, size_bytes in reversed(sizes) if records_first else sizes:
+            zero_fill = self._direct != "require"
+            note = reserve(each.file, each.path, size_bytes, zero_fill=zero_fill)
+            if note is not None:
+                self.notes.append(f"{each.path}: {note}")
+
+
+def _identity(header: RankHeader) -> tuple[int, int, bytes]:
+    return header.rank, header.world_size, header.fingerprint
+
+
+def _has_mark(file: int) -> bool:
+    try:
+        return os.getxattr(file, _DATA_MARK) == _DATA_MARK_VALUE
+    except OSError:
+        return False
+
+
+def _set_mark(file: int) -> None:
+    with suppress(OSError):  # not every file system has attributes; then the file is set aside
+        os.setxattr(file, _DATA_MARK, _DATA_MARK_VALUE)
+
+
+# Pages, in page-aligned memory, so that O_DIRECT never depends on where Python puts bytes --------
+
+
+def _read_page(file: int, offset: int) -> bytes:
+    """Up to a page; less at the end of the file."""
+    with mmap.mmap(-1, RECORD_PAGE_BYTES) as memory:
+        count = os.preadv(file, [memory], offset)
+        return memory[:count]
+
+
+def _write_page(file: int, page: bytes, offset: int) -> None:
+    assert len(page) == RECORD_PAGE_BYTES
+    with mmap.mmap(-1, RECORD_PAGE_BYTES) as memory:
+        memory[:] = page
+        if os.pwritev(file, [memory], offset) != RECORD_PAGE_BYTES:
+            raise OSError(errno.EIO, "short write")
+    os.fsync(file)
+
+
+def _write_header(file: int, path: Path, header: RankHeader) -> None:
+    with _disk_trouble("write header", path):
+        _write_page(file, header.pack(), 0)
+
+
+def _clear_records(record: _File, slot_count: int) -> None:
+    """Empty what the last page that stays says of slots that go, or it would come back later."""
+    page, first = divmod(slot_count, RECORDS_PER_PAGE)
+    offset = HEADER_BYTES + page * RECORD_PAGE_BYTES
+    with _disk_trouble("clear records", record.path):
+        kept = _read_page(record.file, offset)[: first * RECORD_BYTES]
+        if kept:
+            _write_page(record.file, kept.ljust(RECORD_PAGE_BYTES, b"\0"), offset)

@@ -1,0 +1,112 @@
+"""Disk space, taken for real when a tier opens, so that a store cannot run out of it later.
+
+A sparse file is a promise that the next tenant of the disk breaks. So every byte is reserved with
+fallocate(2), and when it is not there, the file is as it was before and the error gives numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+from pathlib import Path
+from typing import Final
+
+from kvdisk.errors import DeviceError
+from kvdisk.units import display_size
+
+_ZERO_CHUNK_BYTES: Final = 1 << 20
+_NO_FALLOCATE: Final = (errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+_log = logging.getLogger("kvdisk")
+
+
+def reserve(file: int, path: Path, size_bytes: int, *, zero_fill: bool) -> str | None:
+    """Give the file exactly ``size_bytes``, all reserved; surplus is given back first.
+
+    Where fallocate is not supported, zeros are written instead when ``zero_fill``, else that is an
+    error. Returns a note when it had to. Raises DeviceError, with how much is needed and how much
+    is free, and leaves the file at its former size.
+    """
+    former_bytes = os.fstat(file).st_size
+    try:
+        if former_bytes > size_bytes:
+            os.ftruncate(file, size_bytes)
+        _require_free(file, path, size_bytes)
+        allocate(file, size_bytes)
+    except OSError as error:
+        if error.errno in _NO_FALLOCATE and zero_fill:
+            _log.warning("%s: no fallocate here; writing %d bytes of zeros", path, size_bytes)
+            _fill_or_undo(file, path, former_bytes, size_bytes)
+            return "space was reserved by writing zeros: this file system has no fallocate"
+        _undo(file, former_bytes, size_bytes)
+        if error.errno in _NO_FALLOCATE:
+            raise DeviceError.from_os_error(
+                error, "fallocate", path, "Use a directory on ext4 or xfs."
+            ) from error
+        raise _no_room(file, path, size_bytes, error) from error
+    return None
+
+
+def allocate(file: int, size_bytes: int) -> None:
+    """fallocate(2) from 0. Not os.posix_fallocate, which writes where it is not supported."""
+    call = ctypes.CDLL(None, use_errno=True).fallocate64
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    while call(file, 0, 0, size_bytes) != 0:
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
+
+def _require_free(file: int, path: Path, size_bytes: int) -> None:
+    """Refuse early: a failing fallocate may first take all there is, from everybody."""
+    missing = size_bytes - os.fstat(file).st_blocks * 512
+    answer = os.fstatvfs(file)
+    free = _free_bytes(answer)
+    if answer.f_blocks and missing > free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _free_bytes(answer: os.statvfs_result) -> int:
+    """Root may use the reserve that others may not."""
+    return (answer.f_bfree if os.geteuid() == 0 else answer.f_bavail) * answer.f_frsize
+
+
+def _fill_or_undo(file: int, path: Path, former_bytes: int, size_bytes: int) -> None:
+    """Write zeros behind what is there. Page-aligned, for a file opened with O_DIRECT."""
+    start = min(former_bytes, size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    try:
+        with mmap.mmap(-1, _ZERO_CHUNK_BYTES) as zeros, memoryview(zeros) as view:
+            at = start
+            if at < former_bytes < size_bytes:  # an odd end: keep its bytes, fill up to the page
+                os.ftruncate(file, at + mmap.PAGESIZE)
+                at += mmap.PAGESIZE
+            while at < size_bytes:
+                at += os.pwritev(file, [view[: min(_ZERO_CHUNK_BYTES, size_bytes - at)]], at)
+        os.fsync(file)
+    except OSError as error:
+        _undo(file, former_bytes, size_bytes)
+        raise _no_room(file, path, size_bytes, error) from error
+
+
+def _undo(file: int, former_bytes: int, size_bytes: int) -> None:
+    os.ftruncate(file, min(former_bytes, size_bytes))
+
+
+def _no_room(file: int, path: Path, size_bytes: int, error: OSError) -> DeviceError:
+    status, answer = os.fstat(file), os.fstatvfs(file)
+    missing = max(0, size_bytes - status.st_blocks * 512)
+    need = f"{display_size(missing)} more needed for a file of {display_size(size_bytes)}"
+    free = f"{display_size(_free_bytes(answer))} free"
+    if error.errno == errno.EDQUOT:
+        advice = f"{need}: raise the quota of user {os.geteuid()}, or lower capacity."
+    elif error.errno == errno.EFBIG:
+        advice = f"{need}: raise the limit on file sizes (ulimit -f), or lower capacity."
+    elif error.errno in _NO_ROOM:
+        advice = f"{need}, {free}: free space on this disk, or lower capacity."
+    else:
+        advice = f"{need}, {free}: check the disk (dmesg)."
+    return DeviceError.from_os_error(error, "fallocate", path, advice)
