@@ -16,8 +16,8 @@
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 
 #include "io/backend.hpp"
@@ -32,6 +32,7 @@ constexpr std::uint32_t depth_max = 4096;
 constexpr std::uint32_t workers_max = 32;
 constexpr int tries_max = 8;  // of a call that a signal or a lack of resources ended
 constexpr std::size_t priority_count = 3;
+constexpr std::chrono::seconds close_drain{2};
 
 // Where a priority queues: high first, low last.
 std::size_t queue_of(Priority priority) noexcept {
@@ -49,17 +50,17 @@ std::size_t queue_of(Priority priority) noexcept {
 struct Shared {
     Shared(const BackendOptions& options)
         : files(options.files),
-          begun{FixedQueue<Request>(options.depth), FixedQueue<Request>(options.depth),
-                FixedQueue<Request>(options.depth)},
+          submitted{FixedQueue<Request>(options.depth), FixedQueue<Request>(options.depth),
+                    FixedQueue<Request>(options.depth)},
           finished(options.depth) {}
 
     bool has_work() const noexcept {
-        return std::any_of(begun.begin(), begun.end(),
+        return std::any_of(submitted.begin(), submitted.end(),
                            [](const auto& queue) { return !queue.empty(); });
     }
 
     Request take() noexcept {
-        for (auto& queue : begun) {
+        for (auto& queue : submitted) {
             if (!queue.empty()) return queue.pop();
         }
         require(false, "a worker takes only what is there");
@@ -69,11 +70,12 @@ struct Shared {
     const OwnedFiles files;
     std::mutex mutex;  // guards everything below
     std::condition_variable work_arrived;
-    std::condition_variable something_happened;             // for the caller in wait
-    std::array<FixedQueue<Request>, priority_count> begun;  // submitted, first to last to serve
+    std::condition_variable something_happened;                 // for the caller in wait
+    std::array<FixedQueue<Request>, priority_count> submitted;  // by urgency
     FixedQueue<Completion> finished;
     std::uint64_t retries = 0;
     std::uint32_t idle_workers = 0;
+    std::uint32_t live_workers = 0;
     bool stopping = false;
     bool woken = false;
 };
@@ -97,7 +99,7 @@ void work(const std::shared_ptr<Shared>& shared) {
         ++shared->idle_workers;
         shared->work_arrived.wait(lock, [&] { return shared->stopping || shared->has_work(); });
         --shared->idle_workers;
-        if (shared->stopping) return;
+        if (shared->stopping) break;
         const Request request = shared->take();
         lock.unlock();
         std::uint64_t retries = 0;
@@ -108,6 +110,8 @@ void work(const std::shared_ptr<Shared>& shared) {
         shared->retries += retries;
         shared->something_happened.notify_one();
     }
+    --shared->live_workers;
+    shared->something_happened.notify_one();
 }
 
 class Threads final : public Backend {
@@ -158,14 +162,18 @@ void Threads::start_workers(std::uint32_t count) {
     ::pthread_sigmask(SIG_SETMASK, &all, &before);
     workers_.reserve(count);
     try {
-        while (workers_.size() < count) workers_.emplace_back(work, shared_);
-    } catch (const std::system_error& error) {
+        const std::lock_guard lock(shared_->mutex);
+        while (workers_.size() < count) {
+            workers_.emplace_back(work, shared_);
+            ++shared_->live_workers;
+        }
+    } catch (const std::exception& error) {
         if (workers_.empty()) {
             ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
             throw;
         }
         stats_.note = "only " + std::to_string(workers_.size()) + " of " + std::to_string(count) +
-                      " I/O threads could be started (" + error.code().message() +
+                      " I/O threads could be started (" + std::string(error.what()) +
                       "): raise the limit on processes (ulimit -u, pids.max)";
     }
     ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -173,13 +181,19 @@ void Threads::start_workers(std::uint32_t count) {
 
 Threads::~Threads() { stop_workers(); }
 
+// Workers at work in the kernel are given some time to end; one that hangs there is abandoned.
 void Threads::stop_workers() noexcept {
     {
-        const std::lock_guard lock(shared_->mutex);
+        std::unique_lock lock(shared_->mutex);
         shared_->stopping = true;
-        for (auto& queue : shared_->begun) queue.clear();
+        for (auto& queue : shared_->submitted) queue.clear();
+        shared_->work_arrived.notify_all();
+        const auto all_gone = [this] { return shared_->live_workers == 0; };
+        const auto give_up = std::chrono::steady_clock::now() + close_drain;
+        if (!abandoned_ && !shared_->something_happened.wait_until(lock, give_up, all_gone)) {
+            abandoned_ = true;
+        }
     }
-    shared_->work_arrived.notify_all();
     for (std::thread& worker : workers_) {
         if (abandoned_) {
             worker.detach();
@@ -208,7 +222,7 @@ void Threads::submit() {
         stats_.submitted += pushed_.size();
         while (!pushed_.empty()) {
             const Request request = pushed_.pop();
-            shared_->begun[queue_of(request.priority)].push(request);
+            shared_->submitted[queue_of(request.priority)].push(request);
         }
     }
     ++stats_.submit_calls;
