@@ -1,6 +1,6 @@
-"""Opening a rank's files: nobody else's, nobody else at the same time, with the space for real.
+"""Opening a rank's files: what is kept, what is set aside, and the space for real.
 
-Real files throughout. Includes A9, A15 to A17, A20, A27, A28 and A34.
+Real files throughout. Includes A15, A16, A20, A27 and A28; test_rank_file_safety.py has the rest.
 """
 
 from __future__ import annotations
@@ -8,12 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import select
-import signal
-import socket
-import stat
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,61 +17,31 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_files import (
+    FINGERPRINT,
+    NAMES,
+    SLOT,
+    answer_of,
+    as_root,
+    fill_records,
+    names_in,
+    open_rank,
+    other_process,
+    record_of,
+    records_in,
+)
 
 from kvdisk import direct_mode, rank_file, reserve
 from kvdisk.errors import BusyError, ConfigError, DeviceError
-from kvdisk.private_files import lock_holder
 from kvdisk.probe.direct import DirectoryAnswers
-from kvdisk.rank_file import RankFile
 from kvdisk.rank_header import RankHeader, parse_header, record_file_bytes, slots_within
 
-SLOT = 8192
-FINGERPRINT = bytes(range(32))
-NAMES = ("rank-0-of-1.kv", "rank-0-of-1.idx")
 HEADER = RankHeader(7, SLOT, 40, 0, 1, FINGERPRINT)
-
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     return tmp_path / "root" / "namespace"
-
-
-def open_rank(directory: Path, **changes: Any) -> RankFile:
-    options: dict[str, Any] = {
-        "rank": 0,
-        "world_size": 1,
-        "slot_count": 40,
-        "slot_bytes": SLOT,
-        "fingerprint": FINGERPRINT,
-        **changes,
-    }
-    return RankFile.create_or_open(directory, **options)
-
-
-def record_of(slot: int) -> bytes:
-    return bytes([slot + 1]) * 128
-
-
-def fill_records(directory: Path, slot_count: int) -> None:
-    """What an engine would have written: a recognisable record for each slot."""
-    with (directory / NAMES[1]).open("r+b") as file:
-        file.seek(4096)
-        file.write(b"".join(map(record_of, range(slot_count))))
-
-
-def records_in(directory: Path) -> list[bytes]:
-    content = (directory / NAMES[1]).read_bytes()[4096:]
-    return [content[at : at + 128] for at in range(0, len(content), 128)]
-
-
-def names_in(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
-
-
-def mode_of(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
 
 
 # A new file, and one that is opened again -------------------------------------------------------
@@ -189,233 +154,6 @@ def test_slots_fill_a_capacity_and_never_exceed_it(capacity: int, slot_bytes: in
     count = slots_within(capacity, slot_bytes)
     assert count == 0 or count * slot_bytes + record_file_bytes(count) <= capacity
     assert (count + 1) * slot_bytes + record_file_bytes(count + 1) > capacity
-
-
-# Modes, and what others may have planted (A34) --------------------------------------------------
-
-
-@pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
-def test_only_the_owner_may_read_under_any_umask(directory: Path, umask: int) -> None:
-    before = os.umask(umask)
-    try:
-        open_rank(directory).close()
-    finally:
-        os.umask(before)
-    assert mode_of(directory) == mode_of(directory.parent) == 0o700
-    assert [mode_of(directory / name) for name in NAMES] == [0o600, 0o600]
-
-
-def test_loose_modes_of_our_own_are_tightened(directory: Path) -> None:
-    open_rank(directory).close()
-    directory.chmod(0o777)
-    for name in NAMES:
-        (directory / name).chmod(0o000 if name == NAMES[1] else 0o666)
-    open_rank(directory).close()
-    assert mode_of(directory) == 0o700
-    assert [mode_of(directory / name) for name in NAMES] == [0o600, 0o600]
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["symlink", "dangling", "hard link", "fifo", "directory"])
-def test_planted_files_are_refused_untouched(directory: Path, name: str, kind: str) -> None:
-    directory.mkdir(parents=True)
-    precious = directory.parent / "precious"
-    precious.write_bytes(b"untouched")
-    precious.chmod(0o644)
-    planted = directory / name
-    if kind == "symlink":
-        planted.symlink_to(precious)
-    elif kind == "dangling":
-        planted.symlink_to(directory.parent / "to-be-made")
-    elif kind == "hard link":
-        planted.hardlink_to(precious)
-    elif kind == "fifo":
-        os.mkfifo(planted)
-    else:
-        planted.mkdir()
-    with pytest.raises(ConfigError, match=r"a symbolic link|2 hard links|a FIFO|a directory"):
-        open_rank(directory)
-    assert precious.read_bytes() == b"untouched"
-    assert mode_of(precious) == 0o644
-    assert names_in(directory.parent) == ["namespace", "precious"]
-    assert names_in(directory) == [name]
-
-
-def test_a_planted_socket_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory.mkdir(parents=True)
-    monkeypatch.chdir(directory)  # the name of a socket must be short
-    with socket.socket(socket.AF_UNIX) as planted:
-        planted.bind(NAMES[0])
-    with pytest.raises(ConfigError, match="is a socket"):
-        open_rank(directory)
-
-
-def test_a_namespace_that_is_a_link_or_a_file_is_refused(directory: Path) -> None:
-    directory.parent.mkdir()
-    directory.symlink_to(directory.parent)
-    with pytest.raises(ConfigError, match="a symbolic link, not a directory"):
-        open_rank(directory)
-    directory.unlink()
-    directory.write_text("")
-    with pytest.raises(ConfigError, match="a file, not a directory"):
-        open_rank(directory)
-    with pytest.raises(ConfigError, match="not a directory"):
-        open_rank(directory / "below-a-file")
-
-
-def test_a_world_writable_root_needs_the_sticky_bit(directory: Path) -> None:
-    directory.parent.mkdir()
-    directory.parent.chmod(0o777)
-    with pytest.raises(ConfigError, match="writable for everyone"):
-        open_rank(directory)
-    directory.parent.chmod(0o1777)
-    open_rank(directory).close()
-
-
-def test_a_root_is_made_but_nothing_above_it(directory: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist: make it, or mount the disk"):
-        open_rank(directory / "not-mounted" / "root" / "namespace")
-    assert not directory.parent.exists()
-
-
-@as_root
-@pytest.mark.root
-@pytest.mark.parametrize("foreign", ["root", "namespace", "file", "link"])
-def test_what_belongs_to_another_user_is_refused(directory: Path, foreign: str) -> None:
-    open_rank(directory).close()
-    where = directory
-    if foreign == "link":
-        where = directory.parent.with_name("link") / directory.name
-        where.parent.symlink_to(directory.parent)
-        os.lchown(where.parent, 65534, 65534)
-    else:
-        targets = {"root": directory.parent, "namespace": directory, "file": directory / NAMES[0]}
-        os.chown(targets[foreign], 65534, 65534)
-    with pytest.raises(ConfigError, match="65534"):
-        open_rank(where)
-
-
-# One user at a time (A9, A17) -------------------------------------------------------------------
-
-HOLD = """
-import sys
-from pathlib import Path
-from kvdisk.errors import BusyError
-from kvdisk.rank_file import RankFile
-rank, world = int(sys.argv[2]), int(sys.argv[3])
-try:
-    opened = RankFile.create_or_open(Path(sys.argv[1]), rank, world, 40, 8192, bytes(range(32)))
-except BusyError as error:
-    print("busy", error.holder, flush=True)
-else:
-    print("open", opened.data_path.name, flush=True)
-    sys.stdin.read()
-"""
-
-
-@contextmanager
-def other_process(
-    directory: Path, rank: int = 0, world: int = 1
-) -> Iterator[subprocess.Popen[str]]:
-    child = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(directory), str(rank), str(world)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(rank_file.__file__).parents[1])},
-    )
-    try:
-        yield child
-    finally:
-        child.kill()
-        child.communicate()
-
-
-def answer_of(child: subprocess.Popen[str]) -> list[str]:
-    assert child.stdout is not None
-    assert select.select([child.stdout], [], [], 60)[0], "no answer from the other process"
-    return child.stdout.readline().split()
-
-
-def test_a_second_opener_is_told_who_holds_it(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link = directory.parent.with_name("link")
-    link.symlink_to(directory.parent)
-    with open_rank(directory):
-        fill_records(directory, 40)
-        before = (directory / NAMES[1]).read_bytes()
-        monkeypatch.chdir(directory.parent)
-        for path in (directory, link / directory.name, Path(directory.name)):
-            with pytest.raises(BusyError, match=f"in use by process {os.getpid()}") as caught:
-                open_rank(path, slot_count=2)
-            assert caught.value.holder == os.getpid()
-            assert NAMES[0] in str(caught.value)
-        with other_process(directory) as child:
-            assert answer_of(child) == ["busy", str(os.getpid())]
-        assert (directory / NAMES[1]).read_bytes() == before
-        assert (directory / NAMES[0]).stat().st_size == 40 * SLOT
-    open_rank(directory).close()
-
-
-def test_the_lock_ends_with_a_killed_holder(directory: Path) -> None:
-    with other_process(directory) as child:
-        assert answer_of(child) == ["open", NAMES[0]]
-        with pytest.raises(BusyError) as caught:
-            open_rank(directory)
-        assert caught.value.holder == child.pid
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        with open_rank(directory) as opened:
-            assert opened.notes == ()
-    assert names_in(directory) == sorted(NAMES)
-
-
-def test_ranks_lie_side_by_side_and_a_clash_is_refused(directory: Path) -> None:
-    with (
-        other_process(directory, 0, 4) as a,
-        other_process(directory, 1, 4) as b,
-        other_process(directory, 2, 4) as c,
-        other_process(directory, 3, 4) as d,
-    ):
-        names = sorted(answer_of(child)[1] for child in (a, b, c, d))
-        assert names == [f"rank-{rank}-of-4.kv" for rank in range(4)]
-    with other_process(directory) as a, other_process(directory) as b:
-        answers = [answer_of(a), answer_of(b)]
-        assert sorted(answer[0] for answer in answers) == ["busy", "open"]
-
-
-def test_a_deleted_record_file_does_not_free_the_data_file(directory: Path) -> None:
-    with open_rank(directory):
-        (directory / NAMES[1]).unlink()
-        with pytest.raises(BusyError):
-            open_rank(directory)
-        (directory / NAMES[0]).unlink()
-        open_rank(directory).close()  # files of its own
-
-
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_refused(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    def refuse(file: int, operation: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(DeviceError, match="has no locks") as caught:
-        open_rank(directory)
-    assert (caught.value.errno, caught.value.op) == (number, "lock")
-
-
-def test_a_holder_that_cannot_be_seen(tmp_path: Path) -> None:
-    locks = tmp_path / "locks"
-    with (tmp_path / "file").open("w") as file:
-        inode = os.fstat(file.fileno()).st_ino
-        assert lock_holder(file.fileno(), tmp_path / "missing") is None
-        locks.write_text(f"1: FLOCK ADVISORY WRITE 0 00:01:{inode} 0 EOF\nodd\n")
-        assert lock_holder(file.fileno(), locks) is None
-        locks.write_text(f"1: FLOCK ADVISORY WRITE 41 00:01:{inode} 0 EOF\n")
-        assert lock_holder(file.fileno(), locks) == 41
 
 
 # Damage (A15) -----------------------------------------------------------------------------------

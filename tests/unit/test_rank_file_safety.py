@@ -1,0 +1,219 @@
+"""Nobody else's files, and nobody else at the same time (A9, A17, A34). Real files throughout."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from rank_files import (
+    NAMES,
+    SLOT,
+    answer_of,
+    as_root,
+    fill_records,
+    mode_of,
+    names_in,
+    open_rank,
+    other_process,
+)
+
+from kvdisk.errors import BusyError, ConfigError, DeviceError
+from kvdisk.private_files import lock_holder
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "root" / "namespace"
+
+
+# Modes, and what others may have planted (A34) --------------------------------------------------
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
+def test_only_the_owner_may_read_under_any_umask(directory: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        open_rank(directory).close()
+    finally:
+        os.umask(before)
+    assert mode_of(directory) == mode_of(directory.parent) == 0o700
+    assert [mode_of(directory / name) for name in NAMES] == [0o600, 0o600]
+
+
+def test_loose_modes_of_our_own_are_tightened(directory: Path) -> None:
+    open_rank(directory).close()
+    directory.chmod(0o777)
+    for name in NAMES:
+        (directory / name).chmod(0o000 if name == NAMES[1] else 0o666)
+    open_rank(directory).close()
+    assert mode_of(directory) == 0o700
+    assert [mode_of(directory / name) for name in NAMES] == [0o600, 0o600]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["symlink", "dangling", "hard link", "fifo", "directory"])
+def test_planted_files_are_refused_untouched(directory: Path, name: str, kind: str) -> None:
+    directory.mkdir(parents=True)
+    precious = directory.parent / "precious"
+    precious.write_bytes(b"untouched")
+    precious.chmod(0o644)
+    planted = directory / name
+    if kind == "symlink":
+        planted.symlink_to(precious)
+    elif kind == "dangling":
+        planted.symlink_to(directory.parent / "to-be-made")
+    elif kind == "hard link":
+        planted.hardlink_to(precious)
+    elif kind == "fifo":
+        os.mkfifo(planted)
+    else:
+        planted.mkdir()
+    with pytest.raises(ConfigError, match=r"a symbolic link|2 hard links|a FIFO|a directory"):
+        open_rank(directory)
+    assert precious.read_bytes() == b"untouched"
+    assert mode_of(precious) == 0o644
+    assert names_in(directory.parent) == ["namespace", "precious"]
+    assert names_in(directory) == [name]
+
+
+def test_a_planted_socket_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory.mkdir(parents=True)
+    monkeypatch.chdir(directory)  # the name of a socket must be short
+    with socket.socket(socket.AF_UNIX) as planted:
+        planted.bind(NAMES[0])
+    with pytest.raises(ConfigError, match="is a socket"):
+        open_rank(directory)
+
+
+def test_a_namespace_that_is_a_link_or_a_file_is_refused(directory: Path) -> None:
+    directory.parent.mkdir()
+    directory.symlink_to(directory.parent)
+    with pytest.raises(ConfigError, match="a symbolic link, not a directory"):
+        open_rank(directory)
+    directory.unlink()
+    directory.write_text("")
+    with pytest.raises(ConfigError, match="a file, not a directory"):
+        open_rank(directory)
+    with pytest.raises(ConfigError, match="not a directory"):
+        open_rank(directory / "below-a-file")
+
+
+def test_a_world_writable_root_needs_the_sticky_bit(directory: Path) -> None:
+    directory.parent.mkdir()
+    directory.parent.chmod(0o777)
+    with pytest.raises(ConfigError, match="writable for everyone"):
+        open_rank(directory)
+    directory.parent.chmod(0o1777)
+    open_rank(directory).close()
+
+
+def test_a_root_is_made_but_nothing_above_it(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist: make it, or mount the disk"):
+        open_rank(directory / "not-mounted" / "root" / "namespace")
+    assert not directory.parent.exists()
+
+
+@as_root
+@pytest.mark.root
+@pytest.mark.parametrize("foreign", ["root", "namespace", "file", "link"])
+def test_what_belongs_to_another_user_is_refused(directory: Path, foreign: str) -> None:
+    open_rank(directory).close()
+    where = directory
+    if foreign == "link":
+        where = directory.parent.with_name("link") / directory.name
+        where.parent.symlink_to(directory.parent)
+        os.lchown(where.parent, 65534, 65534)
+    else:
+        targets = {"root": directory.parent, "namespace": directory, "file": directory / NAMES[0]}
+        os.chown(targets[foreign], 65534, 65534)
+    with pytest.raises(ConfigError, match="65534"):
+        open_rank(where)
+
+
+# One user at a time (A9, A17) -------------------------------------------------------------------
+
+
+def test_a_second_opener_is_told_who_holds_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = directory.parent.with_name("link")
+    link.symlink_to(directory.parent)
+    with open_rank(directory):
+        fill_records(directory, 40)
+        before = (directory / NAMES[1]).read_bytes()
+        monkeypatch.chdir(directory.parent)
+        for path in (directory, link / directory.name, Path(directory.name)):
+            with pytest.raises(BusyError, match=f"in use by process {os.getpid()}") as caught:
+                open_rank(path, slot_count=2)
+            assert caught.value.holder == os.getpid()
+            assert NAMES[0] in str(caught.value)
+        with other_process(directory) as child:
+            assert answer_of(child) == ["busy", str(os.getpid())]
+        assert (directory / NAMES[1]).read_bytes() == before
+        assert (directory / NAMES[0]).stat().st_size == 40 * SLOT
+    open_rank(directory).close()
+
+
+def test_the_lock_ends_with_a_killed_holder(directory: Path) -> None:
+    with other_process(directory) as child:
+        assert answer_of(child) == ["open", NAMES[0]]
+        with pytest.raises(BusyError) as caught:
+            open_rank(directory)
+        assert caught.value.holder == child.pid
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        with open_rank(directory) as opened:
+            assert opened.notes == ()
+    assert names_in(directory) == sorted(NAMES)
+
+
+def test_ranks_lie_side_by_side_and_a_clash_is_refused(directory: Path) -> None:
+    with (
+        other_process(directory, 0, 4) as a,
+        other_process(directory, 1, 4) as b,
+        other_process(directory, 2, 4) as c,
+        other_process(directory, 3, 4) as d,
+    ):
+        names = sorted(answer_of(child)[1] for child in (a, b, c, d))
+        assert names == [f"rank-{rank}-of-4.kv" for rank in range(4)]
+    with other_process(directory) as a, other_process(directory) as b:
+        answers = [answer_of(a), answer_of(b)]
+        assert sorted(answer[0] for answer in answers) == ["busy", "open"]
+
+
+def test_a_deleted_record_file_does_not_free_the_data_file(directory: Path) -> None:
+    with open_rank(directory):
+        (directory / NAMES[1]).unlink()
+        with pytest.raises(BusyError):
+            open_rank(directory)
+        (directory / NAMES[0]).unlink()
+        open_rank(directory).close()  # files of its own
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(file: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(DeviceError, match="has no locks") as caught:
+        open_rank(directory)
+    assert (caught.value.errno, caught.value.op) == (number, "lock")
+
+
+def test_a_holder_that_cannot_be_seen(tmp_path: Path) -> None:
+    locks = tmp_path / "locks"
+    with (tmp_path / "file").open("w") as file:
+        inode = os.fstat(file.fileno()).st_ino
+        assert lock_holder(file.fileno(), tmp_path / "missing") is None
+        locks.write_text(f"1: FLOCK ADVISORY WRITE 0 00:01:{inode} 0 EOF\nodd\n")
+        assert lock_holder(file.fileno(), locks) is None
+        locks.write_text(f"1: FLOCK ADVISORY WRITE 41 00:01:{inode} 0 EOF\n")
+        assert lock_holder(file.fileno(), locks) == 41
