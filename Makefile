@@ -67,44 +67,45 @@ bench: setup  ## Run the whole bench matrix beside fio
 
 # --- Checking it --------------------------------------------------------------------------------
 
-.PHONY: test native-test faults lint format sanitize soak canaries
-test: setup  ## Run all tests, the native ones included (PYTEST="-k name" selects)
+.PHONY: test faults native-test lint format sanitize soak canaries
+test: setup build/native-tests/stamp-configured  ## Run all tests, the native ones included (PYTEST="-k name" selects)
+	cmake --build build/native-tests --target native_tests
 	$(python) -m pytest $(PYTEST)
 
 faults: setup  ## Run the tests that break disks and processes
 	$(python) -m pytest tests/faults $(PYTEST)
 
-native-test: build/native/stamp-configured  ## Build and run the C++ tests alone
-	cmake --build build/native --target native_tests
-	build/native/native_tests
+native-test: build/native-tests/stamp-configured  ## Build and run the C++ tests alone
+	cmake --build build/native-tests --target native_tests
+	build/native-tests/native_tests
 
-lint: setup build/native/stamp-configured  ## Check style, types and warnings
+# The same tree, with the same options, as the tests' own fixture in tests/conftest.py.
+build/native-tests/stamp-configured: native/CMakeLists.txt | $(stamps)/packages
+	cmake -S native -B $(@D) -G Ninja --log-level=WARNING \
+		-DKVDISK_TESTS=ON -DKVDISK_PYTHON=OFF -DCMAKE_BUILD_TYPE=Release
+	@touch $@
+
+lint: setup  ## Check style, types and compiler warnings
 	$(python) -m ruff check
 	$(python) -m ruff format --check
 	$(python) -m mypy
 	$(VENV)/bin/clang-format --dry-run --Werror $(format_sources)
-	cmake --build build/native
+	cmake -S native -B build/lint -G Ninja --log-level=WARNING -DKVDISK_TESTS=ON \
+		-DKVDISK_WERROR=ON -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE=$(abspath $(python)) \
+		-Dnanobind_DIR=$$($(python) -m nanobind --cmake_dir)
+	cmake --build build/lint
 
 format: setup  ## Rewrite the sources in the project's style
 	$(python) -m ruff check --fix
 	$(python) -m ruff format
 	$(VENV)/bin/clang-format -i $(format_sources)
 
-# One tree for tests, soak and lint: everything, and warnings are errors.
-configure = cmake -S native -B $(@D) -G Ninja --log-level=WARNING -DKVDISK_TESTS=ON \
-	-DKVDISK_WERROR=ON -DPython_EXECUTABLE=$(abspath $(python)) \
-	-Dnanobind_DIR=$$($(python) -m nanobind --cmake_dir)
-
-build/native/stamp-configured: native/CMakeLists.txt $(VENV)/stamp-requirements
-	$(configure) -DCMAKE_BUILD_TYPE=Release
-	@touch $@
-
 sanitize: setup  ## Run tests under the address, undefined behaviour and thread sanitizers
 	tools/sanitize
 
-soak: build/native/stamp-configured  ## Run OPS operations of the pipeline on the simulated disk from SEED
-	cmake --build build/native --target soak
-	build/native/soak --ops $(OPS) --seed $(SEED)
+soak: build/native-tests/stamp-configured  ## Run OPS operations of the pipeline on the simulated disk from SEED
+	cmake --build build/native-tests --target soak
+	build/native-tests/soak --ops $(OPS) --seed $(SEED)
 
 canaries: setup  ## Prove that the soak finds each planted bug
 	native/tests/run_canaries.sh
