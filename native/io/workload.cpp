@@ -188,7 +188,7 @@ RawResult RawJob::pump(Phase phase, std::int64_t duration_ns) {
         const bool stopped = stopped_.load(std::memory_order_relaxed);
         beginning = beginning && !stopped && result.error == 0 && blocks_left_ > 0 &&
                     (duration_ns < 0 || now - started_ns < duration_ns);
-        while (beginning && !free_slots_.empty() && begin(phase, now)) {
+        while (beginning && blocks_left_ > 0 && !free_slots_.empty() && begin(phase, now)) {
         }
         if (backend_->in_flight() == 0) break;
         if (stopped && give_up_ns == INT64_MAX) give_up_ns = now + abandon_after_ns;
