@@ -55,6 +55,12 @@ void SimDisk::attach() {
 
 BackendStats SimDisk::stats() const { return stats_; }
 
+void SimDisk::set_areas(std::vector<std::span<std::byte>> areas) {
+    require(in_flight_ == 0, "areas change only while nothing is in flight");
+    areas_ = std::move(areas);
+    stats_.areas_registered = !areas_.empty();
+}
+
 // ---------------------------------------------------------------- taking requests
 
 void SimDisk::push(const Request& request) {

@@ -76,6 +76,8 @@ class SimDisk final : public Backend {
     void set_neighbour(std::function<std::int64_t()> next_event_ns) {
         neighbour_next_ns_ = std::move(next_event_ns);
     }
+    // Other memory than before; nothing is in flight.
+    void set_areas(std::vector<std::span<std::byte>> areas);
     // Waits without a limit that nothing could have ended.
     std::uint64_t endless_waits() const noexcept { return endless_waits_; }
 

@@ -96,7 +96,8 @@ std::int64_t Pipeline::next_time(std::int64_t now) const noexcept {
     for (const RecordWrite& write : record_writes_) {
         if (write.busy && write.io_id == 0) next = std::min(next, write.retry_at_ns);
     }
-    if (list(Stage::ready, Direction::store).size > 0) {
+    // Once the throttle is off, only a completion makes room: a past time here would spin.
+    if (list(Stage::ready, Direction::store).size > 0 && now < store_limit_lifts_ns()) {
         next = std::min(next, store_limit_lifts_ns());
     }
     return next;

@@ -53,7 +53,9 @@ void Pipeline::leave(std::uint32_t index) noexcept {
 
 void Pipeline::handle(const io::Completion& completion, std::int64_t now) {
     const auto index = static_cast<std::uint32_t>(completion.id & (record_id_bit - 1));
-    if ((completion.id & record_id_bit) != 0) {
+    if (completion.id == 0) {
+        // Nobody's: an extent without I/O has this id, too.
+    } else if ((completion.id & record_id_bit) != 0) {
         if (index < record_writes_.size() && record_writes_[index].io_id == completion.id) {
             record_writes_[index].io_id = 0;
             handle_record(record_writes_[index], completion.result, now);
