@@ -73,6 +73,16 @@ nb::tuple events_tuple(kvdisk::Events events) {
     return nb::make_tuple(events.source_free, finished, events.released_slots);
 }
 
+// Its buckets that are not empty, so that histograms can be joined: [(middle, count)].
+nb::list histogram_bins(const kvdisk::Histogram& histogram) {
+    nb::list bins;
+    for (std::size_t i = 0; i < kvdisk::Histogram::bucket_count; ++i) {
+        const std::uint64_t count = histogram.counts()[i];
+        if (count > 0) bins.append(nb::make_tuple(kvdisk::Histogram::value_of(i), count));
+    }
+    return bins;
+}
+
 nb::dict histogram_dict(const kvdisk::Histogram& histogram) {
     nb::dict percentiles;
     for (const double percent : {1.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0,
@@ -86,17 +96,8 @@ nb::dict histogram_dict(const kvdisk::Histogram& histogram) {
     result["max"] = histogram.max();
     result["deviation"] = histogram.deviation();
     result["percentiles"] = percentiles;
+    result["bins"] = histogram_bins(histogram);
     return result;
-}
-
-// Whole, so that histograms of several jobs can be joined: [(middle of a bucket, count)].
-nb::list histogram_bins(const kvdisk::Histogram& histogram) {
-    nb::list bins;
-    for (std::size_t i = 0; i < kvdisk::Histogram::bucket_count; ++i) {
-        const std::uint64_t count = histogram.counts()[i];
-        if (count > 0) bins.append(nb::make_tuple(kvdisk::Histogram::value_of(i), count));
-    }
-    return bins;
 }
 
 nb::dict raw_result_dict(const kvdisk::io::RawResult& raw) {
@@ -105,10 +106,7 @@ nb::dict raw_result_dict(const kvdisk::io::RawResult& raw) {
         nb::dict direction;
         direction["bytes"] = raw.bytes[i];
         direction["ios"] = raw.ios[i];
-        direction["latency_bins"] = histogram_bins(raw.latency_ns[i]);
-        direction["latency_sum_ns"] = raw.latency_ns[i].sum();
-        direction["latency_min_ns"] = raw.latency_ns[i].min();
-        direction["latency_max_ns"] = raw.latency_ns[i].max();
+        direction["latency_ns"] = histogram_dict(raw.latency_ns[i]);
         result[i == 0 ? "read" : "write"] = direction;
     }
     result["elapsed_ns"] = raw.elapsed_ns;
