@@ -32,7 +32,7 @@ class FreeSlots:
 
     def take(self, count: int) -> Slots:
         """Remove and return ``count`` slots in ascending order, as close together as can be."""
-        require(0 < count <= self._count, f"{count} slots wanted, {self._count} are free")
+        require(0 < count <= self._count, "more slots wanted than are free")
         stack, top = self._stack, self._count
         self._count -= count
         if self._sorted >= count and stack[top - count] - stack[top - 1] == count - 1:

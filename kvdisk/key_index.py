@@ -8,9 +8,9 @@ of one.
 
 What always holds:
     * Keys are compared in full. Hashes only say where to look.
-    * A bucket has eight places and is searched whole, so removing a key leaves no tombstone. A key
-      whose bucket is full goes to a small dict, the overflow; with at most half of all places in
-      use that is fewer than one key in a hundred.
+    * A bucket has sixteen places and is searched whole, so removing a key leaves no tombstone. A
+      key whose bucket is full goes to a small dict, the overflow; with at most half of all places
+      in use that is about one key in a thousand.
     * A key is in the table once, and a slot holds one key.
 
 Python's own ``hash`` is used: it is keyed per process (SipHash), so nobody can choose keys that
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,10 +34,12 @@ Where = slice | Slots
 KEY_BYTES_MAX: Final = 64
 ABSENT: Final = -1
 
+_LENGTHS: Final = frozenset(range(1, KEY_BYTES_MAX + 1))
 _WORDS: Final = KEY_BYTES_MAX // 8
-_WAYS: Final = 8
+_WAYS: Final = 16
 _IN_OVERFLOW: Final = -1
 # Which quarter of a 64-bit hash is its top 16 bits. The bucket comes from the bottom.
+_TAG_LOW: Final = np.uint16(1)  # makes every tag differ from a vacant place
 _TAG_QUARTER: Final = 3 if sys.byteorder == "little" else 0
 
 
@@ -55,7 +57,7 @@ class KeyBatch:
     Slicing gives a batch of the same memory.
     """
 
-    __slots__ = ("_distinct", "_hashes", "_keys", "_lengths", "length", "words")
+    __slots__ = ("_distinct", "_found", "_hashes", "_keys", "_lengths", "length", "words")
 
     words: npt.NDArray[np.int64]
     length: int
@@ -63,16 +65,15 @@ class KeyBatch:
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         lengths = set(map(len, keys))
-        require(
-            not lengths or (min(lengths) > 0 and max(lengths) <= KEY_BYTES_MAX),
-            f"a key has 1 to {KEY_BYTES_MAX} bytes; lengths given: {sorted(lengths)}",
-        )
+        if not lengths <= _LENGTHS:
+            raise AssertionError(f"a key has 1 to {KEY_BYTES_MAX} bytes, not {sorted(lengths)}")
         self._keys: Sequence[bytes] | None = keys
         self.words = np.array(keys, dtype=f"S{KEY_BYTES_MAX}").view(np.int64).reshape(-1, _WORDS)
         self.length = lengths.pop() if len(lengths) == 1 else 0
         self._lengths: npt.NDArray[np.uint8] | None = None
         self._hashes: npt.NDArray[np.int64] | None = None
         self._distinct: bool | None = None
+        self._found: _Found | None = None
 
     @classmethod
     def from_rows(cls, rows: npt.NDArray[np.uint8], lengths: npt.NDArray[np.uint8]) -> KeyBatch:
@@ -100,6 +101,7 @@ class KeyBatch:
         if lengths is not None and len(lengths) and lengths.min() == lengths.max():
             batch.length = int(lengths[0])
         batch._distinct = None
+        batch._found = None
         return batch
 
     def __len__(self) -> int:
@@ -171,35 +173,71 @@ def encode(keys: Keys) -> KeyBatch:
     return keys if isinstance(keys, KeyBatch) else KeyBatch(keys)
 
 
+class _Found(NamedTuple):
+    """Where a batch's keys were when ``owner`` had changed ``version`` times."""
+
+    owner: KeyIndex
+    version: int
+    slots: Slots
+    bucket: npt.NDArray[np.int64]  # the home of each key
+    tags: npt.NDArray[np.uint16]  # what it carries there, never 0
+    tags_there: npt.NDArray[np.uint16]  # the tags of its whole bucket
+
+
 class KeyIndex:
-    """Key → slot for ``slots`` slots, and slot → key. About 82 to 94 bytes a slot."""
+    """Key → slot for ``slots`` slots, and slot → key. 81 to 93 bytes a slot."""
 
     def __init__(self, slots: int) -> None:
         require(slots > 0, "an index needs a slot")
         buckets = 1 << max(0, (-(-slots // (_WAYS // 2)) - 1).bit_length())
         self._bucket_mask = buckets - 1
-        self._tags = np.zeros((buckets, _WAYS), dtype=np.uint16)  # 0: the place is vacant
+        # All is written once here, so that no page fault is left for the scheduler's thread.
+        self._tags = np.full((buckets, _WAYS), 0, dtype=np.uint16)  # 0: the place is vacant
         self._flat_tags = self._tags.reshape(-1)
-        self._flat_slots = np.full(buckets * _WAYS, ABSENT, dtype=np.int32)
+        self._flat_slots = np.full(buckets * _WAYS, 0, dtype=np.int32)  # stale where vacant
         self._place = np.full(slots, _IN_OVERFLOW, dtype=np.int32)  # of a slot's key
-        self._words = np.zeros((slots, _WORDS), dtype=np.int64)
-        self._lengths = np.zeros(slots, dtype=np.uint8)
+        self._words = np.full((slots, _WORDS), 0, dtype=np.int64)
+        self._lengths = np.full(slots, 0, dtype=np.uint8)
+        # The same memory as Python numbers, for one key at a time.
+        self._tag_view = self._flat_tags.data
+        self._slot_view = self._flat_slots.data
+        self._key_view = self._words.reshape(-1).view(np.uint8).data
         self._overflow: dict[bytes, int] = {}
+        self._version = 0
         self._size = 0
         # The one length of all keys held, so that lengths need no comparing; None: they differ.
         self._length: int | None = 0
+        self._absent = np.full(256, ABSENT, dtype=np.int32)
 
     def __len__(self) -> int:
         return self._size
 
     def find(self, batch: KeyBatch) -> Slots:
-        """The slot of each key, ``ABSENT`` where there is none."""
-        found = np.full(len(batch), ABSENT, dtype=np.int32)
+        """The slot of each key, ``ABSENT`` where there is none. Not to be written to.
+
+        The batch remembers the answer, so asking again before anything changed costs nothing.
+        """
+        known = batch._found
+        if known is not None and known.version == self._version and known.owner is self:
+            return known.slots
+        hashes = batch.hashes
+        bucket = hashes & self._bucket_mask
+        tags = hashes.view(np.uint16)[_TAG_QUARTER::4] | _TAG_LOW
+        tags_there = self._tags.take(bucket, axis=0)
+        found = self._search(batch, bucket, tags_there == tags[:, None])
+        batch._found = _Found(self, self._version, found, bucket, tags, tags_there)
+        return found
+
+    def _search(self, batch: KeyBatch, bucket: npt.NDArray[np.int64], match: Mask) -> Slots:
+        """The slot of each key, where ``match`` says which places of its bucket to look into."""
+        count = len(batch)
+        if count > len(self._absent):
+            self._absent = np.full(2 * count, ABSENT, dtype=np.int32)
+        found: Slots = self._absent[:count].copy()
         compare_lengths = self._length is None or not batch.length
         if not compare_lengths and batch.length != self._length:
             return found
-        bucket, tags = self._home(batch.hashes)
-        rows, ways = (self._tags.take(bucket, axis=0) == tags[:, None]).nonzero()
+        rows, ways = match.nonzero()
         if rows.size:
             places = bucket.take(rows) * _WAYS + ways
             slots = self._flat_slots.take(places)
@@ -218,14 +256,17 @@ class KeyIndex:
     def find_one(self, key: bytes) -> int:
         """The slot of ``key`` or ``ABSENT``; for one key, several times cheaper than ``find``."""
         number = hash(key)
-        bucket = number & self._bucket_mask
+        first = (number & self._bucket_mask) * _WAYS
         tag = (number >> 48) & 0xFFFF | 1
-        tags: list[int] = self._tags[bucket].tolist()
+        tags = self._tag_view[first : first + _WAYS].tolist()
         if tag in tags:
             for way in range(_WAYS):
                 if tags[way] == tag:
-                    slot = int(self._flat_slots[bucket * _WAYS + way])
-                    if self.key(slot) == key:
+                    slot: int = self._slot_view[first + way]
+                    start = slot * KEY_BYTES_MAX
+                    if self._lengths[slot] == len(key) and (
+                        self._key_view[start : start + len(key)] == key
+                    ):
                         return slot
         return self._overflow.get(key, ABSENT) if self._overflow else ABSENT
 
@@ -234,6 +275,10 @@ class KeyIndex:
 
         ``where`` is ``slots``, or the slice that it equals when it is one run.
         """
+        self.find(batch)  # the allocator just has: it costs nothing, and the batch knows its home
+        assert batch._found is not None
+        _, _, _, bucket, tags, tags_there = batch._found
+        self._version += 1
         self._words[where] = batch.words
         self._lengths[where] = batch.length or batch.lengths
         if not batch.length or (self._size and batch.length != self._length):
@@ -241,26 +286,28 @@ class KeyIndex:
         elif not self._size:
             self._length = batch.length
         self._size += len(slots)
-        bucket, tags = self._home(batch.hashes)
         while True:
-            vacant = self._tags.take(bucket, axis=0) == 0
-            places = bucket * _WAYS + vacant.argmax(axis=1)
+            places = bucket * _WAYS + (tags_there == 0).argmax(axis=1)
             full = self._flat_tags.take(places) != 0
             if np.count_nonzero(full):
                 self._put_in_overflow(slots[full])
                 rest = ~full
                 bucket, tags, slots, places = bucket[rest], tags[rest], slots[rest], places[rest]
+                where = slots
             self._flat_tags[places] = tags
             self._flat_slots[places] = slots
-            self._place[slots] = places
+            self._place[where] = places
             # Two keys of one bucket wrote to one place: the later stands, the other tries again.
             lost = self._flat_slots.take(places) != slots
             if not np.count_nonzero(lost):
                 return
             bucket, tags, slots = bucket[lost], tags[lost], slots[lost]
+            where = slots
+            tags_there = self._tags.take(bucket, axis=0)
 
     def remove(self, slots: Slots) -> None:
         """Forget the keys of distinct slots that hold one."""
+        self._version += 1
         self._size -= len(slots)
         places = self._place.take(slots)
         if self._overflow:
@@ -270,7 +317,6 @@ class KeyIndex:
                     del self._overflow[self.key(slot)]
                 places = places[~spilled]
         self._flat_tags[places] = 0
-        self._flat_slots[places] = ABSENT
 
     def key(self, slot: int) -> bytes:
         """The key that ``slot`` holds, or held last."""
@@ -283,8 +329,8 @@ class KeyIndex:
         return KeyBatch.from_rows(rows, self._lengths.take(slots))
 
     def clear(self) -> None:
+        self._version += 1
         self._flat_tags.fill(0)
-        self._flat_slots.fill(ABSENT)
         self._overflow.clear()
         self._size = 0
         self._length = 0
@@ -300,21 +346,10 @@ class KeyIndex:
     def check(self, live: Slots) -> None:
         """Full recount: exactly ``live`` slots hold a key, and each key leads back to its slot."""
         require(len(live) == self._size, f"index counts {self._size} keys, {len(live)} slots do")
-        placed = self._flat_slots[self._flat_slots != ABSENT]
-        require(
-            np.array_equal(self._flat_tags != 0, self._flat_slots != ABSENT),
-            "a place has a tag without a slot, or a slot without a tag",
-        )
+        placed = self._flat_slots[self._flat_tags != 0]
         held = np.sort(np.concatenate([placed, np.array(list(self._overflow.values()), np.int32)]))
         require(np.array_equal(held, np.sort(live)), "the table's slots are not the live slots")
         require(np.array_equal(self.find(self.batch(live)), live), "a key leads to another slot")
-
-    def _home(
-        self, hashes: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.uint16]]:
-        """The bucket of each key, and the tag (never 0) it carries there."""
-        tags = hashes.view(np.uint16)[_TAG_QUARTER::4] | np.uint16(1)
-        return hashes & self._bucket_mask, tags
 
     def _put_in_overflow(self, slots: Slots) -> None:
         self._place[slots] = _IN_OVERFLOW

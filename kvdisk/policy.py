@@ -125,9 +125,10 @@ class S3FIFOPolicy:
     and a key found there enters the main queue at once. The main queue gives a slot as many rounds
     as it was used, three at most.
 
-    Two differences. Slots move in batches, not one by one. And a call looks at a bounded number of
-    used slots in the main queue; then the oldest goes, used or not (the paper's loop may go round
-    the whole queue three times while the engine waits).
+    Two differences. Slots move in batches, and the queues' shares are looked at before every move,
+    so that a main queue above its share needs no eviction of its own. And a call looks at a bounded
+    number of used slots in the main queue; then the oldest goes, used or not (the paper's loop may
+    go round the whole queue three times while the engine waits).
 
     Use is counted, not dated, so the tail of a prefix goes before its head only within one call.
     Where prefixes grow over many calls and must stay usable, ``LRUPolicy`` keeps the stricter rule.
@@ -288,13 +289,19 @@ class GhostTable:
         """Remember ``hashes``; return which of them were known before the call."""
         bucket, prints, match = self._look(hashes)
         known: Mask = np.logical_or.reduce(match, axis=1)
-        ages = np.uint32(self._now & 0xFFFFFFFF) - self._stamps.take(bucket, axis=0)
-        ages[self._prints.take(bucket, axis=0) == 0] = 0xFFFFFFFF
-        way = np.where(known, match.argmax(axis=1), ages.argmax(axis=1))
-        self._prints[bucket, way] = prints
-        stamps = np.arange(self._now, self._now + len(hashes), dtype=np.int64) & 0xFFFFFFFF
-        self._stamps[bucket, way] = stamps
+        stamps = (np.arange(self._now, self._now + len(hashes)) & 0xFFFFFFFF).astype(np.uint32)
         self._now += len(hashes)
+        while len(bucket):
+            ages = np.uint32(self._now & 0xFFFFFFFF) - self._stamps.take(bucket, axis=0)
+            ages[self._prints.take(bucket, axis=0) == 0] = 0xFFFFFFFF
+            way = np.where(match.any(axis=1), match.argmax(axis=1), ages.argmax(axis=1))
+            self._prints[bucket, way] = prints
+            self._stamps[bucket, way] = stamps
+            # Several of one bucket chose one place: the last stands, the others choose again.
+            lost = self._prints[bucket, way] != prints
+            if not np.count_nonzero(lost):
+                break
+            bucket, prints, stamps, match = bucket[lost], prints[lost], stamps[lost], match[lost]
         return known
 
     def forget(self, hashes: Hashes) -> Mask:

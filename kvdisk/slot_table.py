@@ -34,7 +34,8 @@ class SlotState(IntEnum):
     QUARANTINED = 5  # an operation on it timed out and may still happen
 
 
-FREE, STORING, ABANDONED, RESIDENT, RETIRED, QUARANTINED = SlotState
+# Plain numbers: numpy looks for array attributes on every operand, and enum members are slow there.
+FREE, STORING, ABANDONED, RESIDENT, RETIRED, QUARANTINED = map(int, SlotState)
 _AFTER_DROP: Final = np.array(
     [FREE, ABANDONED, ABANDONED, RETIRED, RETIRED, QUARANTINED], dtype=np.uint8
 )
@@ -48,9 +49,9 @@ class SlotTable:
         self.total = slots
         self.free = FreeSlots(slots)
         # One more than there are slots, always FREE: ABSENT, which is -1, looks there.
-        self.state: States = np.zeros(slots + 1, dtype=np.uint8)
-        self.operations = np.zeros(slots, dtype=np.int32)
-        self.ticket: Tickets = np.zeros(slots, dtype=np.int64)
+        self.state: States = np.full(slots + 1, FREE, dtype=np.uint8)
+        self.operations = np.full(slots, 0, dtype=np.int32)
+        self.ticket: Tickets = np.full(slots, 0, dtype=np.int64)
         self.next_ticket = 1
         self.count = [0] * len(SlotState)
         self.count[FREE] = slots
@@ -154,7 +155,7 @@ class SlotTable:
             self.state[part] = QUARANTINED
             self._move(len(part), was, QUARANTINED)
 
-    def set_free(self, slots: Slots, was: SlotState) -> None:
+    def set_free(self, slots: Slots, was: int) -> None:
         self.state[slots] = FREE
         self._move(len(slots), was, FREE)
         self.free.add(slots)
@@ -176,15 +177,17 @@ class SlotTable:
     def assert_sums(self, keys: int) -> None:
         """O(1): counters, free slots and the number of keys agree."""
         count = self.count
-        require(
+        if not (
             sum(count) == self.total
             and min(count) >= 0
             and count[FREE] == len(self.free)
             and count[STORING] + count[RESIDENT] == keys
-            and 0 <= self.evictable <= count[RESIDENT],
-            f"slots do not add up: {count} of {self.total}, {self.evictable} evictable, "
-            f"{len(self.free)} free, {keys} keys",
-        )
+            and 0 <= self.evictable <= count[RESIDENT]
+        ):
+            raise AssertionError(
+                f"slots do not add up: {count} of {self.total}, {self.evictable} evictable, "
+                f"{len(self.free)} free, {keys} keys"
+            )
 
     def check(self) -> None:
         """Recount everything. O(slots)."""
@@ -208,7 +211,7 @@ class SlotTable:
         self.next_ticket += count
         return np.arange(first, first + count)
 
-    def _move(self, slots: int, source: SlotState, target: SlotState) -> None:
+    def _move(self, slots: int, source: int, target: int) -> None:
         self.count[source] -= slots
         self.count[target] += slots
 

@@ -48,10 +48,11 @@ from kvdisk.slot_table import (
 __all__ = ["Allocation", "Entry", "Pinned", "SlotAllocator", "SlotCounts", "SlotState"]
 
 # Room is made for this many slots at once when the tier is large: eviction then costs a fraction
-# per key, and a sorted batch of victims comes back as runs. At most one slot in 256 is free early.
-_RECLAIM_BATCH: Final = 256
-_RECLAIM_SHARE: Final = 256
+# per key, and a sorted batch of victims comes back as runs. At most one slot in 512 is free early.
+_RECLAIM_BATCH: Final = 1024
+_RECLAIM_SHARE: Final = 512
 _RESTORE_BATCH: Final = 1 << 16
+_ABSENT: Final = np.int32(ABSENT)
 _NO_SLOTS: Final[Slots] = np.empty(0, dtype=np.int32)
 
 
@@ -216,8 +217,9 @@ class SlotAllocator:
         if plain:
             self._policy.insert(slots, new.hashes)
         else:
-            found[rows] = slots
-            self._insert_path(before, found, rows, new.hashes)
+            path = found.copy()
+            path[rows] = slots
+            self._insert_path(before, path, rows, new.hashes)
         self._table.assert_sums(len(self._index))
         return Allocation(rows, slots, tickets)
 
@@ -257,8 +259,7 @@ class SlotAllocator:
         self._table.assert_sums(len(self._index))
         tickets = np.zeros(len(found), dtype=np.int64)
         tickets[ready] = self._table.ticket.take(slots)
-        found[~ready] = ABSENT
-        return Pinned(found, tickets)
+        return Pinned(np.where(ready, found, _ABSENT), tickets)
 
     def unpin(self, slots: Slots, tickets: Tickets) -> None:
         """End loads. Rows without a slot are skipped, rows with an outdated ticket counted."""
