@@ -1,0 +1,67 @@
+"""A KV cache in host memory whose blocks can be told apart: what the whole layer stores and loads.
+
+The memory is laid out as serving engines do: one region per layer, each with a segment of every
+block. Every block has random bytes of its own, and the first word of each 512 bytes carries which
+store it belongs to. So no two blocks on the disk share a sector, nothing can be compressed, and a
+loaded block can be compared, byte for byte, with the one it was stored from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdisk.bench.job import Geometry
+from kvdisk.layout import Layout
+
+_WORD_BYTES: Final = 8
+_STAMP_WORDS: Final = 512 // _WORD_BYTES
+
+
+class KvCache:
+    """``block_count`` blocks, of which the first ``source_count`` are stored from.
+
+    The others are loaded into. ``layout`` describes all of them.
+    """
+
+    def __init__(self, geometry: Geometry, source_count: int, target_count: int, seed: int) -> None:
+        self.source_count = source_count
+        self.block_count = source_count + target_count
+        words = geometry.segment_bytes // _WORD_BYTES
+        # layers x blocks x words
+        self._words = np.empty((geometry.layers, self.block_count, words), dtype=np.uint64)
+        generator = np.random.Generator(np.random.SFC64(seed))
+        for layer in self._words:
+            layer[:source_count] = generator.integers(
+                0, 2**64, size=(source_count, words), dtype=np.uint64
+            )
+        self._words[:, source_count:] = 0  # touched now, not in the timed part
+        self.layout = Layout.from_tensors(list(self._words), block_dim=0)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._words.nbytes
+
+    def stamp(self, blocks: Sequence[int], marks: npt.NDArray[np.uint64]) -> None:
+        """Mark source ``blocks[i]`` as the content of the store ``marks[i]``."""
+        for block, mark in zip(blocks, marks, strict=True):
+            self._words[:, block, ::_STAMP_WORDS] = mark
+
+    def holds(self, target: int, source: int, mark: np.uint64) -> bool:
+        """Whether block ``target`` is what was stored from ``source`` under ``mark``.
+
+        ``source`` may carry a later mark by now; apart from its marks it never changes.
+        """
+        loaded, stored = self._words[:, target], self._words[:, source]
+        if not bool((loaded[:, ::_STAMP_WORDS] == mark).all()):
+            return False
+        # Equal marks in both, for the comparison of all the rest in one go.
+        loaded[:, ::_STAMP_WORDS] = stored[:, ::_STAMP_WORDS]
+        return bool(np.array_equal(loaded, stored))
+
+    def wipe(self, target: int) -> None:
+        """Make a loaded block's content wrong, so that a load that did nothing is noticed."""
+        self._words[:, target, ::_STAMP_WORDS] = 0

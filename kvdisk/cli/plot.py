@@ -1,0 +1,51 @@
+"""``kvdisk plot``: pictures of what ``kvdisk bench --json`` has kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvdisk.errors import ConfigError
+
+
+@click.command()
+@click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A name that ends in .png or .svg.",
+)
+def plot(results: tuple[Path, ...], output: Path) -> None:
+    """Draw bandwidth and p99 latency against block size from RESULTS.
+
+    RESULTS are files that kvdisk bench --json (or make bench) wrote; each may hold one result or a
+    list of them. Each depth is a line; fio's is dashed.
+    """
+    from kvdisk.bench.plot import draw, require_drawable
+
+    require_drawable(output)
+    if not output.absolute().parent.is_dir():
+        raise ConfigError(f"{output}: its directory does not exist.")
+    draw([document for name in results for document in _read(name)], output)
+
+
+def _read(name: Path) -> list[dict[str, Any]]:
+    """The results in a file: one document, a list, or the matrix of bench/run.py."""
+    try:
+        content = json.loads(name.read_text())
+    except OSError as error:
+        raise ConfigError(f"{name}: {error.strerror}.") from error
+    except ValueError as error:
+        raise ConfigError(f"{name}: not JSON ({error}).") from error
+    if isinstance(content, dict) and isinstance(content.get("results"), list):
+        content = content["results"]
+    documents = content if isinstance(content, list) else [content]
+    if not documents or not all(isinstance(document, dict) for document in documents):
+        raise ConfigError(f"{name}: not a result of kvdisk bench.")
+    return documents
