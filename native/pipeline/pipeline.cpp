@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <stdexcept>
 
+#include "pipeline/canary.hpp"
 #include "pipeline/check.hpp"
 
 namespace kvdisk {
@@ -135,6 +136,7 @@ bool Pipeline::cancel_waiting(std::uint64_t transfer_id) {
 }
 
 void Pipeline::drop(std::uint64_t slot) {
+    if (canary == 19) return;
     if ((slot_uses_[slot] & ~slot_told) != slot_storing) records_.clear(slot);
 }
 
@@ -146,7 +148,8 @@ void Pipeline::poll_events(std::int64_t now) {
     Transfer* before = nullptr;
     for (Transfer* at = waiting_events_.front(); at != nullptr;) {
         Transfer* const next = at->next;
-        const Readiness readiness = copier_.poll_event(at->event);
+        Readiness readiness = copier_.poll_event(at->event);
+        if (canary == 20) readiness = Readiness::ready;
         if (readiness == Readiness::pending) {
             before = at;
         } else {
@@ -203,8 +206,10 @@ void Pipeline::start_next(WaitingList& waiting, std::int64_t now) {
 
 RowStatus Pipeline::startable(const Transfer& transfer, const Row& row) const noexcept {
     const std::uint16_t use = slot_uses_[row.slot] & static_cast<std::uint16_t>(~slot_told);
+    if (canary == 8 && use != slot_uses_[row.slot]) return RowStatus::ok;
     if (transfer.direction == Direction::store) return use == 0 ? RowStatus::ok : RowStatus::busy;
     if (use == slot_storing || use == slot_storing - 1) return RowStatus::busy;
+    if (canary == 9 && records_.occupied(row.slot)) return RowStatus::ok;
     return record_holds(records_.at(row.slot), row.key) ? RowStatus::ok : RowStatus::miss;
 }
 
@@ -259,6 +264,10 @@ void Pipeline::start_extent(std::uint32_t index, Transfer& transfer, std::uint32
     } else {
         enter(index, Stage::gathering);
         start_copies(index, CopyDirection::gather);
+        if (canary == 7) {
+            extent.source_held = false;
+            free_sources(transfer, row_count);
+        }
     }
 }
 
@@ -270,7 +279,7 @@ void Pipeline::prepare_row(Extent& extent, ExtentRow& prepared, std::uint32_t ro
         return;
     }
     slot_uses_[slot] = static_cast<std::uint16_t>((slot_uses_[slot] & slot_told) | slot_storing);
-    records_.clear(slot);
+    if (canary != 11) records_.clear(slot);
     prepared.sequence = sequence_next_;
     sequence_next_ += sequence_step_;
     if (!extent.direct) {

@@ -227,8 +227,10 @@ class Pipeline {
     bool goes_direct(const Transfer& transfer) const noexcept;
 
     // --- the disk
+    std::uint64_t planted_id(std::uint64_t id) const noexcept;
     void handle(const io::Completion& completion, std::int64_t now);
     void handle_payload(std::uint32_t index, std::int64_t result, std::int64_t now);
+    void publish(std::uint32_t index);
     void commit_records(std::uint32_t index, std::int64_t now);
     void handle_record(RecordWrite& write, std::int64_t result, std::int64_t now);
     void payload_failed(std::uint32_t index, int error, std::int64_t now);

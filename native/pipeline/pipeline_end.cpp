@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 
+#include "pipeline/canary.hpp"
 #include "pipeline/check.hpp"
 #include "pipeline/pipeline.hpp"
 
@@ -68,6 +69,7 @@ void Pipeline::end_unstarted(Transfer& transfer, RowResult result, std::int64_t 
 void Pipeline::expire_extent(std::uint32_t index, std::int64_t now) {
     Extent& extent = extents_[index];
     if (extent.io_id != 0) {
+        if (canary == 17 && extent.direction == Direction::load) return;
         if (extent.direct && extent.direction == Direction::load) {
             extent.expired = true;  // the kernel may still write into the block: the row must wait
         } else {
@@ -77,7 +79,7 @@ void Pipeline::expire_extent(std::uint32_t index, std::int64_t now) {
     }
     for (std::uint32_t i = 0; extent.copies_pending > 0 && i < extent.row_count; ++i) {
         ExtentRow& row = row_of(index, i);
-        if (row.copying && copier_.cancel(copy_id(extent.serial, index, i))) {
+        if (row.copying && (copier_.cancel(copy_id(extent.serial, index, i)) || canary == 14)) {
             row.copying = false;
             --extent.copies_pending;
         }
@@ -106,6 +108,11 @@ void Pipeline::quarantine_extent(std::uint32_t index, std::int64_t now) {
         result.quarantined = true;
         end_row(transfer, extent.first_row + i, result, now);
     }
+    if (canary == 3) {
+        extent.io_id = 0;
+        --ios_in_flight(extent.direction);
+        vacate(index);
+    }
 }
 
 // Ends an extent and its rows; those without a result yet get `unresolved`.
@@ -125,6 +132,7 @@ void Pipeline::finish_extent(std::uint32_t index, RowResult unresolved, std::int
     vacate(index);
     for (std::uint32_t i = 0; i < row_count; ++i) {
         end_row(transfer, first_row + i, row_of(index, i).result, now);
+        if (canary == 10) end_row(transfer, first_row + i, row_of(index, i).result, now);
     }
 }
 
@@ -144,7 +152,8 @@ void Pipeline::vacate(std::uint32_t index) {
     extent.stage = Stage::free;
     extent.transfer = nullptr;
     extent.serial = 0;
-    ring_.release(index);
+    const bool failed = row_of(index, 0).result.status == RowStatus::failed;
+    if (canary != 18 || !failed) ring_.release(index);
     moved_ = true;
 }
 

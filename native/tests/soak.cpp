@@ -10,6 +10,7 @@
 #include <cstring>
 #include <string>
 
+#include "pipeline/canary.hpp"
 #include "soak_world.hpp"
 
 using namespace kvdisk::test;
@@ -26,6 +27,9 @@ struct Arguments {
 
 [[noreturn]] void usage() {
     std::fputs("usage: soak [--ops N] [--seed S] [--faults all|none]\n", stderr);
+    if (KVDISK_CANARY == -1) {
+        std::fprintf(stderr, "            [--canary 0..%d]\n", kvdisk::canary_last);
+    }
     std::exit(2);
 }
 
@@ -38,7 +42,12 @@ Arguments parse(int count, char** words) {
         char* end = nullptr;
         const std::uint64_t number = std::strtoull(value.c_str(), &end, 10);
         const bool is_number = !value.empty() && *end == '\0';
-        if (name == "--ops" && is_number) {
+#if KVDISK_CANARY == -1
+        if (name == "--canary" && is_number && number <= kvdisk::canary_last) {
+            kvdisk::canary = static_cast<int>(number);
+        } else
+#endif
+            if (name == "--ops" && is_number) {
             arguments.ops = number;
         } else if (name == "--seed" && is_number) {
             arguments.seed = number;
@@ -71,6 +80,9 @@ int main(int count, char** words) {
     std::printf("soak: ops=%llu seed=%llu faults=%s\n",
                 static_cast<unsigned long long>(arguments.ops),
                 static_cast<unsigned long long>(arguments.seed), arguments.faults ? "all" : "none");
+    if (kvdisk::canary != 0) {
+        std::printf("canary %d: %s\n", kvdisk::canary, kvdisk::canary_names[kvdisk::canary]);
+    }
     std::fflush(stdout);
 
     const auto begin = std::chrono::steady_clock::now();
@@ -78,10 +90,10 @@ int main(int count, char** words) {
     Verdict verdict;
     kvdisk::io::SimRandom random(arguments.seed);
     Totals totals;
-    while (totals.rows < arguments.ops && verdict.wrong_bytes + verdict.invariant_breaks < 1000) {
+    while (totals.rows < arguments.ops && !verdict.hopeless()) {
         World world(random.next(), arguments.faults, noise, verdict);
         for (std::uint64_t episode = 0; episode < episodes_per_world; ++episode) {
-            if (totals.rows + world.rows_ended() >= arguments.ops) break;
+            if (totals.rows + world.rows_ended() >= arguments.ops || verdict.hopeless()) break;
             const std::uint64_t rows_left = arguments.ops - totals.rows - world.rows_ended();
             const auto rows = static_cast<std::uint64_t>(random.between(1'000, 40'000));
             world.run_episode(std::min(rows, rows_left));

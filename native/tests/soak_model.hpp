@@ -29,6 +29,9 @@ struct Verdict {
         if (!holds) break_of(what, slot);
     }
 
+    // So many faults that more of them would say nothing new.
+    bool hopeless() const noexcept { return wrong_bytes + invariant_breaks >= 100; }
+
     std::uint64_t episode = 0;
     std::int64_t now_ns = 0;
 
@@ -127,6 +130,8 @@ class SlotModel {
         if (result.status != RowStatus::ok) {
             slot.certain = false;
             slot.may_be_damaged = true;
+            // Its write began, so what the slot held before is gone.
+            if (result.quarantined && slot.stores_open == 0) slot.must_miss = true;
             return;
         }
         verdict_.expect(!(note.was_quarantined && slot.quarantined),
@@ -149,7 +154,7 @@ class SlotModel {
         switch (result.status) {
             case RowStatus::ok:
                 check_content(slot, index, note, whole, found);
-                verdict_.expect(!(note.must_miss && unchanged), "a dropped slot is served", index);
+                verdict_.expect(!(note.must_miss && unchanged), "a cleared slot is served", index);
                 break;
             case RowStatus::miss:
                 verdict_.expect(!(note.must_hit && unchanged), "a stored block is missed", index);
@@ -157,6 +162,7 @@ class SlotModel {
             case RowStatus::corrupt:
                 verdict_.expect(harm_ == Harm::silent || slot.may_be_damaged,
                                 "a block is corrupt though the disk never lied", index);
+                verdict_.expect(!(note.must_miss && unchanged), "a cleared slot is read", index);
                 slot.certain = false;
                 slot.may_be_damaged = true;
                 ++slot.changes;
