@@ -310,13 +310,16 @@ std::uint64_t Shard::close(std::int64_t until_ns) {
     const auto limit =
         std::chrono::nanoseconds(std::max<std::int64_t>(0, until_ns - clock_.now_ns())) +
         exit_slack;
-    if (exited_.wait_for(lock, limit, [this] { return has_exited_; })) {
-        lock.unlock();
+    const bool has_exited = exited_.wait_for(lock, limit, [this] { return has_exited_; });
+    lock.unlock();
+    if (has_exited && abandoned_ == 0) {
         thread_.join();
-        return abandoned_;
+        return 0;
     }
-    thread_.detach();  // it hangs in the kernel and keeps this shard alive
-    return std::max<std::uint64_t>(1, abandoned_);
+    // The thread hangs in the kernel and keeps this shard alive; or it has left I/O behind, and the
+    // kernel lets a thread end only when its io_uring requests have (seen on a frozen ext4).
+    thread_.detach();
+    return has_exited ? abandoned_ : 1;
 }
 
 }  // namespace kvdisk
