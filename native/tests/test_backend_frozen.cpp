@@ -79,7 +79,8 @@ TEST_CASE("A18: on a frozen disk nothing stalls the caller, and the backend goes
     KVDISK_EACH_REAL_BACKEND(real) {
         for (const bool abandons : {true, false}) {
             CAPTURE(abandons);
-            static Memory memory(block_bytes);  // the hung write still reads it after the thaw
+            static Memory& memory =
+                *new Memory(block_bytes);  // the hung write reads it after the thaw
             const std::string path = std::string(directory) + "/file";
             const int file =
                 ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_DIRECT | O_CLOEXEC, 0600);

@@ -302,7 +302,7 @@ TEST_CASE("A18: an abandoned backend goes at once, although its I/O hangs") {
         if (pool && !page.usable()) {
             MESSAGE("skipped: userfaultfd needs privilege");
         } else {
-            static Memory memory(block_bytes);  // must outlive abandoned I/O
+            static Memory& memory = *new Memory(block_bytes);  // outlives abandoned I/O
             std::int64_t took_ns = 0;
             std::thread user([&] {  // its exit must not hang either
                 auto backend = attached(real, {pool ? file.descriptor() : read_end.get()});
@@ -348,7 +348,7 @@ TEST_CASE("A18: work that no one has begun never begins once the pool is gone") 
     if (!page.usable()) {
         MESSAGE("skipped: userfaultfd needs privilege");
     } else {
-        static Memory memory(block_bytes);
+        static Memory& memory = *new Memory(block_bytes);
         std::fill_n(memory.data(), block_bytes, std::byte{7});
         const TemporaryFile file(4 * block_bytes);
         auto backend = io::make_threads({.files = {file.descriptor()}, .depth = 40});  // 32 workers
