@@ -60,7 +60,8 @@ $(VENV)/stamp-package: pyproject.toml $(native_sources) $(VENV)/stamp-requiremen
 demo: setup  ## Check this machine and measure stores and loads on a real file (CPU only)
 	@mkdir -p build/demo
 	$(python) -m kvdisk doctor build/demo
-	$(python) -m kvdisk bench build/demo
+	$(python) -m kvdisk bench build/demo --rw write --size 512MiB --runtime 3s
+	$(python) -m kvdisk bench build/demo --rw randread --size 512MiB --runtime 2s --rounds 3 --compare fio
 
 bench: setup  ## Run the whole bench matrix beside fio
 	$(python) bench/run.py
@@ -110,7 +111,7 @@ soak: build/native-tests/stamp-configured  ## Run OPS operations of the pipeline
 	cmake --build build/native-tests --target soak
 	build/native-tests/soak --ops $(OPS) --seed $(SEED)
 
-canaries: setup  ## Prove that the soak finds each planted bug
+canaries: $(stamps)/packages  ## Prove that the soak finds each planted bug
 	native/tests/run_canaries.sh
 
 # --- Shipping it --------------------------------------------------------------------------------
