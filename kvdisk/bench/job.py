@@ -71,6 +71,7 @@ class Job:
     direct: Direct
     verify: bool
     allow_unregistered: bool
+    ring_bytes: int  # of each shard, whole layer; 0: enough for the depth
     seed: int
 
     @property
@@ -116,6 +117,7 @@ class Options:
     direct: Direct = "auto"
     verify: bool = True
     allow_unregistered: bool = False
+    ring: str | None = None
     device: str = "cpu"
     seed: int = 1
 
@@ -151,6 +153,7 @@ def make_job(options: Options) -> Job:
         direct=options.direct,
         verify=options.verify,
         allow_unregistered=options.allow_unregistered,
+        ring_bytes=_ring(options.ring, options.layer, io_bytes),
         seed=options.seed,
     )
 
@@ -215,7 +218,7 @@ def _geometry(options: Options) -> Geometry:
         for name in ("model", "segment", "tokens"):
             if getattr(options, name) is not None:
                 raise ConfigError(f"bs and {name} both set the block's size: give one of them.")
-        return _from_block_size(parse_size(options.bs, "bs"), options.layers)
+        return _from_block_size(parse_size(options.bs, "bs"), options.layers, options.layer)
     if options.segment is not None:
         if options.model is not None or options.tokens is not None:
             raise ConfigError("segment is what model and tokens make: give one or the other.")
@@ -232,8 +235,13 @@ def _geometry(options: Options) -> Geometry:
     )
 
 
-def _from_block_size(block_bytes: int, layers: int | None) -> Geometry:
+def _from_block_size(block_bytes: int, layers: int | None, layer: Layer) -> Geometry:
     _require_block_size(block_bytes)
+    if layer == "whole" and block_bytes % _PAGE_BYTES:
+        raise ConfigError(
+            f"bs={format_size(block_bytes)} is not a multiple of {_PAGE_BYTES} bytes: change bs, "
+            "or describe a block that does not fill its slot with layers and segment."
+        )
     if layers is None:
         layers = _LAYERS_DEFAULT if block_bytes % (_LAYERS_DEFAULT * 8) == 0 else 1
     if block_bytes % (layers * 8):
@@ -280,6 +288,19 @@ def _size(text: str | None, io_bytes: int, iodepth: int) -> int:
             f"than iodepth={iodepth}: raise size to {format_size(least)} or lower iodepth."
         )
     return size_bytes
+
+
+def _ring(text: str | None, layer: Layer, io_bytes: int) -> int:
+    if text is None:
+        return 0
+    if layer == "raw":
+        raise ConfigError("ring: the raw layer has just the buffers that its depth needs.")
+    ring_bytes = parse_size(text, "ring")
+    if ring_bytes < 2 * io_bytes:
+        raise ConfigError(f"ring={text}: must hold 2 blocks, {format_size(2 * io_bytes)}.")
+    if ring_bytes // io_bytes > 0xFFFF:
+        raise ConfigError(f"ring={text}: at most {format_size(0xFFFF * io_bytes)}.")
+    return ring_bytes
 
 
 def _within(name: str, value: int, least: int, most: int) -> None:

@@ -2,8 +2,9 @@
 
 The memory is laid out as serving engines do: one region per layer, each with a segment of every
 block. Every block has random bytes of its own, and the first word of each 512 bytes carries which
-store it belongs to. So no two blocks on the disk share a sector, nothing can be compressed, and a
-loaded block can be compared, byte for byte, with the one it was stored from.
+store it belongs to, hidden under random bits. So no two blocks on the disk share a sector, nothing
+can be compressed, and a loaded block can be compared, byte for byte, with the one it was stored
+from.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class KvCache:
                 0, 2**64, size=(source_count, words), dtype=np.uint64
             )
         self._words[:, source_count:] = 0  # touched now, not in the timed part
+        # layers x marked words of a segment: hides the marks, which would be alike everywhere
+        self._veil = generator.integers(
+            0, 2**64, size=self._words[:, 0, ::_STAMP_WORDS].shape, dtype=np.uint64
+        )
         self.layout = Layout.from_tensors(list(self._words), block_dim=0)
 
     @property
@@ -48,7 +53,7 @@ class KvCache:
     def stamp(self, blocks: Sequence[int], marks: npt.NDArray[np.uint64]) -> None:
         """Mark source ``blocks[i]`` as the content of the store ``marks[i]``."""
         for block, mark in zip(blocks, marks, strict=True):
-            self._words[:, block, ::_STAMP_WORDS] = mark
+            np.bitwise_xor(self._veil, mark, out=self._words[:, block, ::_STAMP_WORDS])
 
     def holds(self, target: int, source: int, mark: np.uint64) -> bool:
         """Whether block ``target`` is what was stored from ``source`` under ``mark``.
@@ -56,7 +61,7 @@ class KvCache:
         ``source`` may carry a later mark by now; apart from its marks it never changes.
         """
         loaded, stored = self._words[:, target], self._words[:, source]
-        if not bool((loaded[:, ::_STAMP_WORDS] == mark).all()):
+        if not np.array_equal(loaded[:, ::_STAMP_WORDS] ^ mark, self._veil):
             return False
         # Equal marks in both, for the comparison of all the rest in one go.
         loaded[:, ::_STAMP_WORDS] = stored[:, ::_STAMP_WORDS]

@@ -78,7 +78,7 @@ def text_rows(outcome: Outcome) -> list[tuple[str, str]]:
         (
             "backend",
             f"{facts.backend}, buffers {_registered(facts.buffers_registered)}, files "
-            f"{_registered(facts.files_registered)}, ring {display_size(facts.ring_bytes)}",
+            f"{_registered(facts.files_registered)}, buffers of {display_size(facts.ring_bytes)}",
         ),
         ("data", _data(outcome)),
     ]

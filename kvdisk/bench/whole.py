@@ -63,8 +63,10 @@ class WholeRunner:
         self._job = job
         self._slot_count = job.file_bytes // job.io_bytes
         self._batch = min(_BATCH_ROWS_MAX, max(1, _BATCH_BYTES // job.io_bytes), job.iodepth)
-        self._buffers = 2 * job.iodepth + 2  # as many again in memory as at the disk
-        self._rows_max = min(self._buffers * job.numjobs + 2 * self._batch, self._slot_count)
+        self._buffers = job.ring_bytes // job.io_bytes or _buffers_for(job.iodepth)
+        # Enough that a batch is ready whenever the engine has room for it.
+        rows = self._buffers if job.writes else min(self._buffers, 2 * job.iodepth)
+        self._rows_max = min(rows * job.numjobs + 2 * self._batch, self._slot_count)
         # Enough different blocks that their random bytes do not repeat within a compressor's reach.
         sources = max(self._rows_max, _SOURCES_BYTES_MIN // job.io_bytes)
         targets = self._rows_max
@@ -200,7 +202,7 @@ class WholeRunner:
             notes=(*self._file.notes, *((stats["backend_note"],) if stats["backend_note"] else ())),
             buffers_registered=stats["areas_registered"],
             files_registered=stats["files_registered"],
-            ring_bytes=stats["buffer_bytes"],
+            ring_bytes=buffers * self._job.io_bytes,
             ring_occupancy=ring_ns / (self._elapsed_ns * buffers) if self._elapsed_ns else 0.0,
             in_flight=io_ns / self._elapsed_ns if self._elapsed_ns else 0.0,
             engine_cpu_ns=self._engine_cpu_ns,
@@ -345,6 +347,15 @@ class WholeRunner:
             return
         os.fdatasync(self._file.data_fd)
         os.fdatasync(self._file.record_fd)
+
+
+def _buffers_for(iodepth: int) -> int:
+    """A store holds its buffer while it is gathered, hashed, written and recorded.
+
+    Recording takes about as long as writing, since pages shared by neighbours wait for one another:
+    so four times what is at the disk, as in the default configuration (256 MiB for 32 of 2 MiB).
+    """
+    return max(4 * iodepth, 8)
 
 
 def _latency(stats: list[dict[str, Any]], of: str) -> dict[DirectionName, Latency]:

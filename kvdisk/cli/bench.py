@@ -55,6 +55,10 @@ _ROUNDS_COMPARED: Final = 5
     is_flag=True,
     help="Go on when the buffers cannot be registered with io_uring.",
 )
+@click.option(
+    "--ring",
+    help="Bytes of bounce buffers of a shard, whole layer.  [default: 4 x iodepth blocks]",
+)
 @click.option("--device", default="cpu", help="Where the blocks lie.")
 @click.option("--seed", type=int, default=1, help="Of data and random places.")
 @click.option(

@@ -26,15 +26,13 @@ constexpr std::uint64_t write_buffers_bytes_min = std::uint64_t{8} << 20;
 constexpr std::int64_t look_up_ns = 100'000'000;  // how often a quiet loop looks at `stopped_`
 constexpr std::int64_t abandon_after_ns = 5'000'000'000;  // after a stop
 
-// The first bytes of every sector.
+// The first bytes of every sector: which write it is of and where the sector lies. Both words look
+// random, so that stamps cannot be compressed either.
 struct Stamp {
-    std::uint64_t seed;
-    std::uint64_t offset;  // of the sector, bytes from the start of the file
-    std::uint32_t generation;
-    std::uint32_t buffer;  // the write buffer with the random bytes
-    std::uint64_t check;   // of the above
+    std::uint64_t use;    // generation and write buffer, hidden under the place
+    std::uint64_t check;  // of use and place
 };
-static_assert(sizeof(Stamp) == 32);
+static_assert(sizeof(Stamp) == 16);
 
 std::int64_t clock_ns(clockid_t clock) noexcept {
     timespec time{};
@@ -53,9 +51,14 @@ std::uint64_t mix(std::uint64_t value) noexcept {
 
 constexpr std::uint64_t golden = 0x9E3779B97F4A7C15ULL;
 
-std::uint64_t check_of(const Stamp& stamp) noexcept {
-    const std::uint64_t use = (std::uint64_t{stamp.generation} << 32) | stamp.buffer;
-    return mix(mix(stamp.seed + stamp.offset * golden) + use);
+// What stands for a seed and a sector's offset.
+std::uint64_t place_of(std::uint64_t seed, std::uint64_t offset) noexcept {
+    return mix(mix(seed + golden) + offset * golden);
+}
+
+Stamp make_stamp(std::uint32_t generation, std::uint32_t buffer, std::uint64_t place) noexcept {
+    const std::uint64_t use = (std::uint64_t{generation} << 32) | buffer;
+    return {.use = use ^ place, .check = mix(use + place)};
 }
 
 void fill_random(std::span<std::byte> bytes, std::uint64_t seed) noexcept {
@@ -324,15 +327,11 @@ std::byte* RawJob::write_buffer(std::uint64_t index) const noexcept {
 }
 
 void RawJob::stamp(const Slot& slot) const noexcept {
-    Stamp stamp{.seed = options_.seed,
-                .offset = offset_of(slot.block),
-                .generation = generations_[slot.block],
-                .buffer = slot.buffer,
-                .check = 0};
+    const std::uint64_t offset = offset_of(slot.block);
     for (std::uint32_t at = 0; at < options_.block_bytes; at += sector_bytes) {
-        stamp.check = check_of(stamp);
+        const Stamp stamp =
+            make_stamp(generations_[slot.block], slot.buffer, place_of(options_.seed, offset + at));
         std::memcpy(slot.data + at, &stamp, sizeof stamp);
-        stamp.offset += sector_bytes;
     }
 }
 
@@ -342,30 +341,28 @@ bool RawJob::first_stamp_is_ours(const Slot& slot) const noexcept {
     if (generations_[slot.block] == 0) return true;
     Stamp stamp;
     std::memcpy(&stamp, slot.data, sizeof stamp);
-    return stamp.seed == options_.seed && stamp.offset == offset_of(slot.block) &&
-           stamp.check == check_of(stamp);
+    const std::uint64_t place = place_of(options_.seed, offset_of(slot.block));
+    return stamp.check == mix((stamp.use ^ place) + place);
 }
 
 void RawJob::judge(const Slot& slot) noexcept {
     ++verdict_->blocks_checked;
-    Stamp expected;
-    std::memcpy(&expected, slot.data, sizeof expected);
-    bool right = expected.buffer < write_buffer_count_;  // then its random bytes must follow
-    expected = {.seed = options_.seed,
-                .offset = offset_of(slot.block),
-                .generation = generations_[slot.block],
-                .buffer = expected.buffer,
-                .check = 0};
+    const std::uint64_t offset = offset_of(slot.block);
+    Stamp found;
+    std::memcpy(&found, slot.data, sizeof found);
+    // Which write buffer it says it came from: then that one's random bytes must follow.
+    const auto buffer = static_cast<std::uint32_t>(found.use ^ place_of(options_.seed, offset));
+    bool right = buffer < write_buffer_count_;
     for (std::uint32_t at = 0; right && at < options_.block_bytes; at += sector_bytes) {
-        expected.check = check_of(expected);
+        const Stamp expected =
+            make_stamp(generations_[slot.block], buffer, place_of(options_.seed, offset + at));
         right = std::memcmp(slot.data + at, &expected, sizeof expected) == 0 &&
                 std::memcmp(slot.data + at + sizeof expected,
-                            write_buffer(expected.buffer) + at + sizeof expected,
+                            write_buffer(buffer) + at + sizeof expected,
                             sector_bytes - sizeof expected) == 0;
-        expected.offset += sector_bytes;
     }
     if (right) return;
-    if (verdict_->blocks_wrong++ == 0) verdict_->first_wrong_offset = offset_of(slot.block);
+    if (verdict_->blocks_wrong++ == 0) verdict_->first_wrong_offset = offset;
 }
 
 }  // namespace kvdisk::io
