@@ -78,9 +78,10 @@ class TierConfig:
     backend
         "auto" takes io_uring where it is allowed and threads elsewhere; a name makes it required.
     iodepth
-        Requests in flight per shard.
-    store_iodepth
-        How many of those may be stores, so that loads stay quick beside them; 0 means half.
+        Requests in flight per shard and direction.
+    store_depth_beside_loads
+        How many stores a shard has in flight while loads are about, so that a load waits behind
+        little; without loads it is ``iodepth``. Never more than ``iodepth``.
     ring_bytes
         Pinned host memory for all bounce buffers of the process, over all shards.
     merge_bytes
@@ -101,8 +102,8 @@ class TierConfig:
     capacity_bytes: int = _option("size", 0, _MIB, 2**62)
     direct: Direct = field(default="auto", metadata=_CHOICE)
     backend: Backend = field(default="auto", metadata=_CHOICE)
-    iodepth: int = _option("count", 32, 1, 4096)
-    store_iodepth: int = _option("count", 0, 0, 4096)
+    iodepth: int = _option("count", 32, 1, 1024)
+    store_depth_beside_loads: int = _option("count", 2, 1, 1024)
     ring_bytes: int = _option("pages", 256 * _MIB, _MIB, 1024 * 1024 * _MIB)
     merge_bytes: int = _option("pages", _MIB, _PAGE_BYTES, 256 * _MIB)
     load_reserve: float = _option("share", 0.25, 0.0, 0.9)
@@ -119,13 +120,6 @@ class TierConfig:
             raise ConfigError('capacity is missing: say how much disk to use, such as "200GiB".')
         for option, (name, metadata) in _OPTIONS.items():
             _CHECKS[metadata["kind"]](option, getattr(self, name), metadata)
-        if self.store_iodepth > self.iodepth:
-            raise ConfigError(
-                f"store_iodepth={self.store_iodepth} is more than iodepth={self.iodepth}: "
-                "lower the first or raise the second."
-            )
-        if self.store_iodepth == 0:
-            object.__setattr__(self, "store_iodepth", max(1, self.iodepth // 2))
         if self.ring_bytes < self.shards * _MIB:
             raise ConfigError(
                 f"ring={format_size(self.ring_bytes)} is too small for shards={self.shards}: "

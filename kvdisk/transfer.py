@@ -219,7 +219,7 @@ class TransferEngine:
             buffers=buffers,
             rows_per_buffer=rows,
             load_reserve=min(int(buffers * config.load_reserve), buffers - 1),
-            store_depth_beside_loads=config.store_iodepth,
+            store_depth_beside_loads=config.store_depth_beside_loads,
             store_queue_bytes=config.store_queue_bytes,
         )
 

@@ -22,7 +22,7 @@ def test_path_and_size_are_enough() -> None:
     assert config.paths == (Path("/mnt/nvme/kv"),)
     assert config.capacity_bytes == 200 * GIB
     assert (config.direct, config.backend, config.persist) == ("auto", "auto", True)
-    assert config.store_iodepth == config.iodepth // 2
+    assert config.store_depth_beside_loads == 2
 
 
 def test_every_option_from_text() -> None:
@@ -33,7 +33,7 @@ def test_every_option_from_text() -> None:
             "direct": "require",
             "backend": "threads",
             "iodepth": "64",
-            "store_iodepth": 8,
+            "store_depth_beside_loads": 8,
             "ring": "512m",
             "merge": "128k",
             "load_reserve": 0,
@@ -98,11 +98,11 @@ def test_an_option_like_no_other_lists_them_all() -> None:
         ({"direct": "required"}, 'Did you mean "require"'),
         ({"direct": True}, "must be one of"),
         ({"backend": "io_uring"}, 'Did you mean "uring"'),
-        ({"iodepth": 0}, "between 1 and 4096"),
-        ({"iodepth": -1}, "between 1 and 4096"),
+        ({"iodepth": 0}, "between 1 and 1024"),
+        ({"iodepth": -1}, "between 1 and 1024"),
         ({"iodepth": 1.5}, "whole number"),
         ({"iodepth": True}, "whole number"),
-        ({"iodepth": 4, "store_iodepth": 8}, "more than iodepth=4"),
+        ({"store_depth_beside_loads": 0}, "store_depth_beside_loads"),
         ({"ring": "1000001"}, "between 1MiB and"),
         ({"ring": "2MB"}, "multiple of 4KiB"),
         ({"ring": "2MiB", "shards": 4}, "set ring to 4MiB"),
