@@ -9,6 +9,8 @@ from.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from typing import Final
 
@@ -33,7 +35,12 @@ class KvCache:
         self.block_count = source_count + target_count
         words = geometry.segment_bytes // _WORD_BYTES
         # layers x blocks x words
-        self._words = np.empty((geometry.layers, self.block_count, words), dtype=np.uint64)
+        shape = (geometry.layers, self.block_count, words)
+        # Whole pages, as engines allocate. numpy's own arrays begin 16 bytes into a page, and to
+        # there memcpy runs at a quarter of its speed on some processors (page aliasing in "rep
+        # movsb", glibc bug 30994; measured on Zen 3: 1.3 instead of 4.9 GB/s).
+        memory = mmap.mmap(-1, math.prod(shape) * _WORD_BYTES)
+        self._words = np.frombuffer(memory, dtype=np.uint64).reshape(shape)
         generator = np.random.Generator(np.random.SFC64(seed))
         for layer in self._words:
             layer[:source_count] = generator.integers(

@@ -7,10 +7,10 @@ exact: MB is 10^6 bytes, MiB 2^20; fio's ``bw`` is KiB/s.
 
 from __future__ import annotations
 
+import os
 import platform
-import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from kvdisk import __version__
@@ -72,7 +72,11 @@ def text_rows(outcome: Outcome) -> list[tuple[str, str]]:
     job, facts, total = outcome.job, outcome.facts, sum_rounds(outcome.rounds)
     rows = [
         ("job", describe_job(job)),
-        ("host", f"{platform.machine()}, Linux {platform.release()}"),
+        (
+            "host",
+            f"{platform.machine()}, {len(os.sched_getaffinity(0))} processors, Linux "
+            f"{platform.release()}",
+        ),
         ("file system", f"{outcome.place.file_system} on {outcome.place.disk}"),
         ("mode", _mode(outcome)),
         (
@@ -280,6 +284,17 @@ def latency_json(latency: Latency) -> dict[str, Any]:
     return document
 
 
+def _short_latency_json(latency: Latency) -> dict[str, Any]:
+    """What is worth keeping of each round."""
+    document = latency_json(latency)
+    kept = {f"{percent:.6f}" for percent in _SHOWN_PERCENTILES}
+    if latency.count:
+        document["percentile"] = {
+            percent: value for percent, value in document["percentile"].items() if percent in kept
+        }
+    return document
+
+
 def _kvdisk_json(outcome: Outcome) -> dict[str, Any]:
     job, facts, total = outcome.job, outcome.facts, sum_rounds(outcome.rounds)
     return {
@@ -294,7 +309,7 @@ def _kvdisk_json(outcome: Outcome) -> dict[str, Any]:
         "io_bytes": job.io_bytes,
         "seed": job.seed,
         "host": {
-            "name": socket.gethostname(),
+            "processors": len(os.sched_getaffinity(0)),
             "machine": platform.machine(),
             "kernel": platform.release(),
         },
@@ -363,7 +378,7 @@ def _round_json(one: Round) -> dict[str, Any]:
             "io_bytes": one.bytes[name],
             "bw_bytes": round(one.bandwidth(name)),
             "iops": one.iops(name),
-            "clat_ns": latency_json(latency) if latency else {},
+            "clat_ns": _short_latency_json(latency) if latency else {},
         }
     return document
 
@@ -372,9 +387,3 @@ def table(rows: Sequence[tuple[str, str]]) -> str:
     """Rows as aligned plain text."""
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
-
-
-def ratios_of(document: Mapping[str, Any], contender: str) -> dict[str, float | None]:
-    """``.compare.CONTENDER.ratio`` of a result, {} when it was not compared."""
-    compared = document.get("compare", {}).get(contender)
-    return dict(compared["ratio"]) if compared else {}
