@@ -33,6 +33,11 @@ KEY_BYTES_MAX: Final = _native.key_bytes_max
 _NS_PER_S: Final = 1_000_000_000
 _ROWS_PER_BUFFER_MAX: Final = 32
 _PAGE_BYTES: Final = 4096
+_SECONDS_MAX: Final = 1e9
+
+# Local file systems that answer a submission at once and do the work elsewhere. On any other (FUSE,
+# network) the kernel may do the I/O inside the submission, so it is told not to.
+_ASYNC_FILE_SYSTEMS: Final = frozenset({"ext4", "ext3", "xfs", "btrfs", "f2fs", "tmpfs"})
 
 # Memory that a hanging kernel may still read from or write to after close: kept for ever.
 _abandoned: list[object] = []
@@ -214,6 +219,7 @@ class TransferEngine:
             slot_count=rank_file.slot_count,
             alignment=rank_file.alignment,
             backend=config.backend,
+            force_async=rank_file.file_system not in _ASYNC_FILE_SYSTEMS,
             shards=config.shards,
             iodepth=config.iodepth,
             buffers=buffers,
@@ -349,8 +355,9 @@ class TransferEngine:
         Returns how many I/Os a hanging disk forced to abandon; their memory is kept for ever.
         ``poll`` still gives the last results.
         """
+        limit_ns = _nanoseconds(timeout_s)
         self._closed = True
-        abandoned = int(self._native.close(_nanoseconds(timeout_s)))
+        abandoned = int(self._native.close(limit_ns))
         if abandoned > 0:
             _abandoned.append((self._native, self._layout))
         return abandoned
@@ -371,12 +378,16 @@ class TransferEngine:
 
 
 def _nanoseconds(seconds: float | None) -> int:
-    """-1 stands for no limit."""
-    return -1 if seconds is None else max(0, round(seconds * _NS_PER_S))
+    """-1 stands for no limit, and so does a time that no clock will reach."""
+    if seconds is None or seconds >= _SECONDS_MAX:
+        return -1
+    return max(0, round(seconds * _NS_PER_S))
 
 
 def _indices(values: npt.ArrayLike) -> npt.NDArray[np.uint64]:
     array = np.asarray(values)
+    if array.size and array.dtype.kind not in "iu":
+        raise ValueError(f"block ids and slots are integers, not {array.dtype}")
     if array.dtype.kind == "i" and array.size and int(array.min()) < 0:
         raise ValueError("block ids and slots are not negative")
     return np.ascontiguousarray(array, dtype=np.uint64)

@@ -24,6 +24,7 @@
 #include "io/fixed_queue.hpp"
 #include "io/owned_files.hpp"
 #include "io/require.hpp"
+#include "io/signals.hpp"
 
 namespace kvdisk::io {
 namespace {
@@ -154,12 +155,8 @@ Threads::Threads(const BackendOptions& options)
     start_workers(std::min(depth_, workers_max));
 }
 
-// Workers take no signals: those belong to the host program, and would end calls early here.
 void Threads::start_workers(std::uint32_t count) {
-    sigset_t all;
-    sigset_t before;
-    ::sigfillset(&all);
-    ::pthread_sigmask(SIG_SETMASK, &all, &before);
+    const AllSignalsBlocked blocked;
     workers_.reserve(count);
     try {
         const std::lock_guard lock(shared_->mutex);
@@ -168,15 +165,11 @@ void Threads::start_workers(std::uint32_t count) {
             ++shared_->live_workers;
         }
     } catch (const std::exception& error) {
-        if (workers_.empty()) {
-            ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
-            throw;
-        }
+        if (workers_.empty()) throw;
         stats_.note = "only " + std::to_string(workers_.size()) + " of " + std::to_string(count) +
                       " I/O threads could be started (" + std::string(error.what()) +
                       "): raise the limit on processes (ulimit -u, pids.max)";
     }
-    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 Threads::~Threads() { stop_workers(); }

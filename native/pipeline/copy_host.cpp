@@ -38,8 +38,7 @@ class HostCopier final : public Copier {
 
     void start(const Copy& copy) override {
         KVDISK_CHECK(queued_ < queue_.size() && copy.block_id < layout_.block_count);
-        queue_[(first_ + queued_) % queue_.size()] = copy;
-        ++queued_;
+        at(queued_++) = copy;
     }
 
     std::size_t reap(std::span<CopyCompletion> completions) override {
@@ -47,10 +46,6 @@ class HostCopier final : public Copier {
         std::size_t count = 0;
         while (queued_ > 0 && count < completions.size() && budget_bytes > 0) {
             const Copy& copy = queue_[first_];
-            if (copy.id == 0) {  // cancelled
-                pop();
-                continue;
-            }
             budget_bytes -= advance(copy, budget_bytes);
             if (region_ == layout_.regions.size()) {
                 completions[count++] = {.id = copy.id, .error = 0};
@@ -64,15 +59,21 @@ class HostCopier final : public Copier {
 
     bool cancel(std::uint64_t id) override {
         for (std::size_t i = 0; i < queued_; ++i) {
-            Copy& copy = queue_[(first_ + i) % queue_.size()];
-            if (copy.id != id) continue;
-            copy.id = 0;
+            if (at(i).id != id) continue;
+            if (i == 0) {
+                pop();
+            } else {  // its place is free at once: the pipeline may start as many copies again
+                for (std::size_t next = i + 1; next < queued_; ++next) at(next - 1) = at(next);
+                --queued_;
+            }
             return true;
         }
         return false;
     }
 
   private:
+    Copy& at(std::size_t position) noexcept { return queue_[(first_ + position) % queue_.size()]; }
+
     // Copies on within the budget; returns the bytes copied.
     std::uint64_t advance(const Copy& copy, std::uint64_t budget_bytes) noexcept {
         std::uint64_t copied_bytes = 0;

@@ -1,6 +1,7 @@
+// What callers reach: checks at the edge, the split of a transfer over shards, and closing.
 #include "pipeline/engine.hpp"
 
-#include <sys/stat.h>
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,7 +10,6 @@
 #include <stdexcept>
 #include <system_error>
 
-#include "pipeline/check.hpp"
 #include "pipeline/memory.hpp"
 #include "pipeline/shard.hpp"
 
@@ -20,6 +20,9 @@ namespace {
 // Neighbouring slots that stay on one shard: long enough for merged I/O, and whole record pages.
 constexpr std::uint64_t shard_span_slots = 64;
 static_assert(shard_span_slots % records_per_page == 0);
+
+// How long a caller waits for figures before it takes the last known ones.
+constexpr auto stats_wait = std::chrono::milliseconds(200);
 
 std::int64_t after(std::int64_t now_ns, std::int64_t duration_ns) {
     if (duration_ns < 0 || duration_ns > time_never - now_ns) return time_never;
@@ -55,7 +58,9 @@ void check_options(const EngineOptions& options) {
     require(options.store_depth_beside_loads >= 1, "store_depth_beside_loads must be at least 1");
     require(options.slot_bytes * options.rows_per_buffer <= std::uint64_t{1} << 30,
             "a buffer may not exceed 1 GiB");
-    require(options.data_fd >= 0, "data_fd is not open");
+    require(::fcntl(options.data_fd, F_GETFD) >= 0, "data_fd is not open");
+    require(options.record_fd < 0 || ::fcntl(options.record_fd, F_GETFD) >= 0,
+            "record_fd is not open");
     require(options.epoch >= 1, "epoch must be at least 1");
     require(options.record_offset % 4096 == 0, "record_offset must be a multiple of 4096");
     if (options.direct_stores || options.direct_loads) {
@@ -104,7 +109,12 @@ Engine::Engine(const EngineOptions& options) : options_(options), process_id_(::
     for (std::uint32_t index = 0; index < options.shards; ++index) {
         shards_.push_back(std::make_shared<Shard>(options, index, records, outbox_, sequence_next));
     }
-    for (const auto& shard : shards_) shard->start();
+    try {
+        for (const auto& shard : shards_) shard->start();
+    } catch (...) {
+        close(0);
+        throw;
+    }
 }
 
 Engine::~Engine() {
@@ -132,13 +142,13 @@ void Engine::check_rows(const std::vector<Row>& rows) const {
 std::uint64_t Engine::submit(Direction direction, std::vector<Row> rows, std::int64_t timeout_ns,
                              std::int64_t start_within_ns, std::uint64_t event) {
     check_rows(rows);
+    require_own_process();
     const std::lock_guard lock(submit_mutex_);
-    if (closed_ || process_id_ != ::getpid()) {
-        throw std::logic_error(closed_ ? "the engine is closed"
-                                       : "the engine belongs to the process that opened it");
-    }
+    if (closed_) throw std::logic_error("the engine is closed");
     if (direction == Direction::store) {
         std::uint64_t waiting_bytes = rows.size() * options_.layout.block_bytes;
+        require(waiting_bytes <= options_.store_queue_bytes,
+                "a store is larger than the store queue: submit it in parts");
         for (const auto& shard : shards_) waiting_bytes += shard->waiting_bytes();
         if (waiting_bytes > options_.store_queue_bytes) {
             ++stores_refused_;
@@ -174,11 +184,20 @@ std::uint64_t Engine::submit(Direction direction, std::vector<Row> rows, std::in
     return id;
 }
 
+// A forked child has none of the threads, and a mutex may have been held when it was made.
+void Engine::require_own_process() const {
+    if (process_id_ != ::getpid()) {
+        throw std::logic_error("the engine belongs to the process that opened it");
+    }
+}
+
 void Engine::cancel_waiting(std::uint64_t transfer_id) {
+    require_own_process();
     for (const auto& shard : shards_) shard->cancel_waiting(transfer_id);
 }
 
 void Engine::drop(std::span<const std::uint64_t> slots) {
+    require_own_process();
     for (const std::uint64_t slot : slots) {
         require(slot < options_.slot_count, "a slot is out of range");
     }
@@ -186,6 +205,7 @@ void Engine::drop(std::span<const std::uint64_t> slots) {
 }
 
 Events Engine::poll() {
+    require_own_process();
     const std::lock_guard lock(outbox_->mutex);
     if (outbox_->told) {
         std::uint64_t count = 0;
@@ -196,22 +216,27 @@ Events Engine::poll() {
 }
 
 bool Engine::wait(std::int64_t timeout_ns) {
+    require_own_process();
     std::unique_lock lock(outbox_->mutex);
-    const auto ready = [this] { return !outbox_->empty(); };
+    const auto ready = [this] { return !outbox_->empty() || closed_; };
     if (timeout_ns < 0) {
         outbox_->ready.wait(lock, ready);
-        return true;
+    } else {
+        outbox_->ready.wait_for(lock, std::chrono::nanoseconds(timeout_ns), ready);
     }
-    return outbox_->ready.wait_for(lock, std::chrono::nanoseconds(timeout_ns), ready);
+    return !outbox_->empty();
 }
 
 int Engine::event_fd() const noexcept { return outbox_->event_fd; }
 
 EngineStats Engine::stats() {
+    require_own_process();
     EngineStats total;
     total.backend_reason = shards_.front()->backend_reason();
+    for (const auto& shard : shards_) shard->ask_stats();
+    const auto until = std::chrono::steady_clock::now() + stats_wait;
     for (const auto& shard : shards_) {
-        if (!shard->add_stats(total)) total.fresh = false;
+        if (!shard->add_stats(total, until)) total.fresh = false;
         total.store_queue_bytes += shard->waiting_bytes();
     }
     {
@@ -224,21 +249,31 @@ EngineStats Engine::stats() {
 }
 
 void Engine::reset_stats() {
+    require_own_process();
     for (const auto& shard : shards_) shard->reset_stats();
 }
 
 std::uint64_t Engine::close(std::int64_t timeout_ns) {
+    if (process_id_ != ::getpid()) return 0;  // nothing here is this process's to end
     const std::lock_guard close_lock(close_mutex_);
     {
         const std::lock_guard lock(submit_mutex_);
         if (closed_.exchange(true)) return abandoned_;
     }
     const std::int64_t until_ns = after(MonotonicClock().now_ns(), timeout_ns);
-    for (const auto& shard : shards_) abandoned_ += shard->close(until_ns);
+    for (const auto& shard : shards_) shard->begin_close(until_ns);
+    for (const auto& shard : shards_) abandoned_ += shard->end_close(until_ns);
+    end_remaining_jobs();
+    return abandoned_;
+}
 
-    // Only a thread that hangs in the kernel leaves transfers behind. They end here.
+// Only a thread that hangs in the kernel leaves transfers behind. They end here.
+void Engine::end_remaining_jobs() {
     const std::lock_guard lock(outbox_->mutex);
     for (auto& [id, job] : outbox_->jobs) {
+        if (job.direction == Direction::store && job.sources_open > 0) {
+            outbox_->events.source_free.push_back(id);
+        }
         for (RowResult& result : job.results) {
             if (result.status == RowStatus::pending) result = {RowStatus::timed_out, true, 0};
         }
@@ -246,7 +281,7 @@ std::uint64_t Engine::close(std::int64_t timeout_ns) {
     }
     outbox_->jobs.clear();
     if (!outbox_->empty()) outbox_->tell();
-    return abandoned_;
+    outbox_->ready.notify_all();  // whoever waits sees that the engine is closed
 }
 
 }  // namespace kvdisk

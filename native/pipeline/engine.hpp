@@ -96,7 +96,8 @@ class Engine {
 
     Events poll();
 
-    // Until `poll` has something to give, or the time is over. False: the time is over.
+    // Until `poll` has something to give (true), or the time is over or the engine closed (false).
+    // `timeout_ns` < 0: no limit.
     bool wait(std::int64_t timeout_ns);
 
     // Readable while `poll` has something to give.
@@ -116,6 +117,8 @@ class Engine {
 
   private:
     std::uint32_t shard_of(std::uint64_t slot) const noexcept;
+    void require_own_process() const;
+    void end_remaining_jobs();
     void check_rows(const std::vector<Row>& rows) const;
 
     EngineOptions options_;

@@ -45,14 +45,13 @@ Pipeline::Pipeline(const PipelineOptions& options, Ring& ring, SlotRecords& reco
     released_slots_.reserve(extent_rows_.size());
 }
 
-Pipeline::~Pipeline() = default;
-
 // ---------------------------------------------------------------- the step
 
 std::int64_t Pipeline::step() {
     std::int64_t now = clock_.now_ns();
+    const RingCounts counts = ring_.counts();
+    KVDISK_CHECK(counts.free + counts.used + counts.quarantined == ring_.buffer_count());
     if (stepped_ns_ != 0) {
-        const RingCounts counts = ring_.counts();
         stats_.ring_used_ns +=
             static_cast<std::uint64_t>(now - stepped_ns_) * (counts.used + counts.quarantined);
     }
@@ -63,14 +62,17 @@ std::int64_t Pipeline::step() {
     io::Completion completions[64];
     const std::size_t completed = backend_.reap(completions);
     for (std::size_t i = 0; i < completed; ++i) handle(completions[i], now);
-    if (now >= expiry_next_ns_) expire(now);
+    expire_due(now);
     wake_retries(now);
     start_loads(now);
     start_stores(now);
     issue(now);
     backend_.submit();
 
-    // Then a bounded piece of the work that needs this core.
+    // Then a bounded piece of the work that needs this core. Should the kernel have held this
+    // thread up, rows whose time has passed end here, before anything more is copied for them.
+    now = clock_.now_ns();
+    expire_due(now);
     CopyCompletion copies[64];
     const std::size_t copied = copier_.reap(copies);
     if (copied > 0) now = clock_.now_ns();
@@ -87,6 +89,8 @@ std::int64_t Pipeline::next_time(std::int64_t now) const noexcept {
         return now;
     }
     std::int64_t next = expiry_next_ns_;
+    if (const std::int64_t end_by_ns = end_by_ns_; now < end_by_ns)
+        next = std::min(next, end_by_ns);
     if (!waiting_events_.empty()) next = std::min(next, event_poll_at_ns_);
     for (const Direction direction : {Direction::store, Direction::load}) {
         for (std::uint32_t at = list(Stage::retrying, direction).head; at != none;) {

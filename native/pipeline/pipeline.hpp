@@ -14,9 +14,11 @@
 //   * A slot's record is visible only after its payload was written whole, and is cleared before
 //     anything overwrites the slot.
 //   * A row ends once; after that nothing of it writes to its device block.
-//   * Nothing is allocated after construction.
+//   * Nothing is allocated in the steady state: all sizes are fixed at construction, but for the
+//     results of a transfer, which grow with the largest one that its owner reuses.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -78,7 +80,6 @@ class Pipeline {
     Pipeline(const PipelineOptions& options, Ring& ring, SlotRecords& records,
              std::span<std::byte> record_staging, io::Backend& backend, Copier& copier,
              const Clock& clock, std::uint64_t sequence_next, std::uint64_t sequence_step);
-    ~Pipeline();
 
     // Bytes of page-aligned staging memory that the record writes need.
     static std::uint64_t record_staging_bytes(const PipelineOptions& options) noexcept {
@@ -114,8 +115,8 @@ class Pipeline {
     // Store rows that have left the waiting queue since construction, however they left it.
     std::uint64_t store_rows_begun() const noexcept { return store_rows_begun_; }
 
-    // Ends every open row as timed out, as if all deadlines had passed.
-    void expire_all();
+    // From this time on every deadline counts as passed. The only call allowed from any thread.
+    void end_by(std::int64_t time_ns) noexcept { end_by_ns_ = time_ns; }
 
     const PipelineStats& stats() const noexcept { return stats_; }
     void reset_stats() noexcept { stats_ = PipelineStats{}; }
@@ -257,8 +258,8 @@ class Pipeline {
     void hashed(std::uint32_t index, std::int64_t now);
 
     // --- ending
-    void expire(std::int64_t now);
-    void expire_waiting(WaitingList& waiting, std::int64_t now);
+    void expire(std::int64_t due);
+    void expire_waiting(WaitingList& waiting, std::int64_t due);
     void end_unstarted(Transfer& transfer, RowResult result, std::int64_t now);
     void expire_extent(std::uint32_t index, std::int64_t now);
     void quarantine_extent(std::uint32_t index, std::int64_t now);
@@ -281,6 +282,7 @@ class Pipeline {
         return extent_rows_[std::size_t{index} * options_.rows_per_buffer + row];
     }
     std::int64_t next_time(std::int64_t now) const noexcept;
+    void expire_due(std::int64_t now);
 
     PipelineOptions options_;
     Ring& ring_;
@@ -306,7 +308,8 @@ class Pipeline {
     std::uint64_t serial_last_ = 0;
     std::uint64_t io_last_ = 0;
     std::uint32_t transfers_open_ = 0;
-    std::uint32_t ios_in_flight_[2] = {0, 0};   // payload, per direction
+    std::uint32_t ios_in_flight_[2] = {0, 0};  // payload, per direction
+    std::atomic<std::int64_t> end_by_ns_ = time_never;
     std::int64_t expiry_next_ns_ = time_never;  // no deadline passes before it
     std::int64_t event_poll_at_ns_ = 0;
     std::int64_t event_poll_gap_ns_ = 0;

@@ -9,40 +9,38 @@
 
 namespace kvdisk {
 
-void Pipeline::expire_all() {
-    for (WaitingList* waiting : {&waiting_loads_, &waiting_stores_, &waiting_events_}) {
-        for (Transfer* at = waiting->front(); at != nullptr; at = at->next) at->deadline_ns = 0;
+void Pipeline::expire_due(std::int64_t now) {
+    const std::int64_t end_by_ns = end_by_ns_;
+    if (now >= std::min(expiry_next_ns_, end_by_ns)) {
+        expire(now >= end_by_ns ? time_never : now);
     }
-    for (Extent& extent : extents_) {
-        if (extent.transfer != nullptr) extent.transfer->deadline_ns = 0;
-    }
-    expiry_next_ns_ = 0;
 }
 
-void Pipeline::expire(std::int64_t now) {
+// Ends what had to be done by `due`; time_never ends everything.
+void Pipeline::expire(std::int64_t due) {
     expiry_next_ns_ = time_never;
     for (WaitingList* waiting : {&waiting_loads_, &waiting_stores_, &waiting_events_}) {
-        expire_waiting(*waiting, now);
+        expire_waiting(*waiting, due);
     }
     for (std::uint32_t index = 0; index < extents_.size(); ++index) {
         const Extent& extent = extents_[index];
         if (extent.stage == Stage::free || extent.ended || extent.expired) continue;
-        if (extent.transfer->deadline_ns <= now) {
-            expire_extent(index, now);
+        if (extent.transfer->deadline_ns <= due) {
+            expire_extent(index, due);
         } else {
             expiry_next_ns_ = std::min(expiry_next_ns_, extent.transfer->deadline_ns);
         }
     }
 }
 
-void Pipeline::expire_waiting(WaitingList& waiting, std::int64_t now) {
+void Pipeline::expire_waiting(WaitingList& waiting, std::int64_t due) {
     Transfer* before = nullptr;
     for (Transfer* at = waiting.front(); at != nullptr;) {
         Transfer* const next = at->next;
-        const bool late = at->deadline_ns <= now;
-        if (late || (at->direction == Direction::store && at->start_by_ns <= now)) {
+        const bool late = at->deadline_ns <= due;
+        if (late || (at->direction == Direction::store && at->start_by_ns <= due)) {
             waiting.remove_after(before);
-            end_unstarted(*at, {.status = late ? RowStatus::timed_out : RowStatus::refused}, now);
+            end_unstarted(*at, {.status = late ? RowStatus::timed_out : RowStatus::refused}, due);
         } else {
             expiry_next_ns_ =
                 std::min({expiry_next_ns_, at->deadline_ns,

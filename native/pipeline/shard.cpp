@@ -1,7 +1,8 @@
+// The thread's loop and the hand-over between it and its callers. A mutex guards each queue, and is
+// held only to move entries: never while the disk or a copy is at work.
 #include "pipeline/shard.hpp"
 
 #include <pthread.h>
-#include <signal.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -11,14 +12,12 @@
 #include <system_error>
 
 #include "io/choose.hpp"
-#include "pipeline/check.hpp"
+#include "io/signals.hpp"
 
 namespace kvdisk {
 
 namespace {
 
-// How long a caller waits for a shard's figures before it takes the last known ones.
-constexpr auto stats_wait = std::chrono::milliseconds(200);
 // How long after the limit of `close` a thread may still take to end its rows and leave.
 constexpr auto exit_slack = std::chrono::seconds(1);
 
@@ -89,9 +88,10 @@ Shard::Shard(const EngineOptions& options, std::uint32_t index,
     : block_bytes_(options.layout.block_bytes),
       records_(std::move(records)),
       outbox_(std::move(outbox)),
-      ring_(options.buffers, options.slot_bytes * options.rows_per_buffer) {
+      ring_(std::make_unique<Ring>(options.buffers,
+                                   options.slot_bytes * options.rows_per_buffer)) {
     io::BackendOptions backend_options;
-    backend_options.areas = ring_.areas();
+    backend_options.areas = ring_->areas();
     PipelineOptions pipeline =
         pipeline_options(options, static_cast<std::uint16_t>(backend_options.areas.size()));
     record_staging_ =
@@ -111,11 +111,11 @@ Shard::Shard(const EngineOptions& options, std::uint32_t index,
     backend_reason_ = std::move(chosen.reason);
     copier_ = make_host_copier(options.layout, options.buffers * options.rows_per_buffer);
     pipeline_ =
-        std::make_unique<Pipeline>(pipeline, ring_, *records_, record_staging_.span(), *backend_,
+        std::make_unique<Pipeline>(pipeline, *ring_, *records_, record_staging_.span(), *backend_,
                                    *copier_, clock_, sequence_next + index, options.shards);
-    stats_.buffer_bytes = ring_.buffer_bytes();
+    stats_.buffer_bytes = ring_->buffer_bytes();
     stats_.pinned_bytes =
-        ring_.buffer_count() * ring_.buffer_bytes() + Pipeline::record_staging_bytes(pipeline);
+        ring_->buffer_count() * ring_->buffer_bytes() + Pipeline::record_staging_bytes(pipeline);
 }
 
 Shard::~Shard() {
@@ -125,12 +125,18 @@ Shard::~Shard() {
 }
 
 void Shard::start() {
-    sigset_t all, before;
-    ::sigfillset(&all);
-    ::pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the caller's threads
-    thread_ = std::thread([self = shared_from_this()] { self->run(); });
-    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    std::promise<void> attached;
+    std::future<void> attaching = attached.get_future();
+    {
+        const io::AllSignalsBlocked blocked;
+        thread_ = std::thread(
+            [self = shared_from_this()](std::promise<void> promise) {
+                self->run(std::move(promise));
+            },
+            std::move(attached));
+    }
     ::pthread_setname_np(thread_.native_handle(), "kvdisk-engine");
+    attaching.get();  // throws what kept the thread from its backend
 }
 
 // ---------------------------------------------------------------- from any thread
@@ -157,72 +163,91 @@ void Shard::cancel_waiting(std::uint64_t transfer_id) {
 void Shard::drop(std::uint64_t slot) { send({.kind = CommandKind::drop, .number = slot}); }
 
 void Shard::send(Command command) {
-    {
-        const std::lock_guard lock(inbox_mutex_);
-        inbox_.push_back(command);
-    }
+    const std::lock_guard lock(inbox_mutex_);
+    inbox_.push_back(command);
+    if (!gone_) backend_->wake();
+}
+
+void Shard::ask_stats() {
+    const std::lock_guard lock(stats_mutex_);
+    if (stats_final_) return;
+    stats_wanted_ = true;
     backend_->wake();
 }
 
-bool Shard::add_stats(EngineStats& total) {
+bool Shard::add_stats(EngineStats& total, std::chrono::steady_clock::time_point until) {
     std::unique_lock lock(stats_mutex_);
-    stats_wanted_ = !stats_final_;
-    backend_->wake();
-    const bool fresh = stats_ready_.wait_for(lock, stats_wait, [this] { return !stats_wanted_; });
+    const bool fresh = stats_ready_.wait_until(lock, until, [this] { return !stats_wanted_; });
     total.merge(stats_);
     return fresh;
 }
 
 // ---------------------------------------------------------------- the thread
 
-void Shard::run() {
-    backend_->attach();
-    copier_->attach([this] { backend_->wake(); });
-    bool expired = false;
+void Shard::run(std::promise<void> attached) {
+    try {
+        backend_->attach();
+        copier_->attach([this] { backend_->wake(); });
+    } catch (...) {
+        attached.set_exception(std::current_exception());
+        leave();
+        return;
+    }
+    attached.set_value();
     while (true) {
-        const std::int64_t closing_until_ns = take_commands();
+        const bool closing = take_commands();
         const std::int64_t next_ns = pipeline_->step();
         publish();
         answer_stats(/*final=*/false);
-        if (closing_until_ns != time_never && leave(closing_until_ns, expired)) break;
-        const std::int64_t until_ns = std::min(next_ns, expired ? time_never : closing_until_ns);
-        if (until_ns > clock_.now_ns()) backend_->wait(until_ns == time_never ? -1 : until_ns);
+        if (closing && may_leave()) break;
+        if (next_ns > clock_.now_ns()) backend_->wait(next_ns == time_never ? -1 : next_ns);
     }
-    abandoned_ = backend_->in_flight();
-    if (abandoned_ > 0) {
-        backend_->abandon();
-        ring_.leak();
-        record_staging_.leak();
+    leave();
+}
+
+// While closing: whether everything is done, or its time is over and every transfer has ended.
+bool Shard::may_leave() const {
+    return pipeline_->idle() ||
+           (clock_.now_ns() >= closing_until_ns_ && pipeline_->transfers_open() == 0);
+}
+
+// The thread's last act: it gives back what nobody uses any more, here where the ring's
+// registrations can be undone, and keeps for ever what the kernel still may use.
+void Shard::leave() {
+    {
+        const std::lock_guard lock(inbox_mutex_);
+        gone_ = true;
     }
     answer_stats(/*final=*/true);
+    const std::uint64_t abandoned = backend_->in_flight();
+    if (abandoned > 0) {
+        backend_->abandon();
+        ring_->leak();
+        record_staging_.leak();
+    } else {
+        pipeline_.reset();
+        copier_.reset();
+        backend_.reset();
+        ring_.reset();
+        record_staging_ = AlignedMemory();
+    }
     const std::lock_guard lock(exit_mutex_);
+    abandoned_ = abandoned;
     has_exited_ = true;
     exited_.notify_all();
 }
 
-// While closing: whether the thread may go. At the limit it ends what is still open.
-bool Shard::leave(std::int64_t closing_until_ns, bool& expired) {
-    if (pipeline_->idle()) return true;
-    if (clock_.now_ns() < closing_until_ns) return false;
-    if (!expired) {
-        expired = true;
-        pipeline_->expire_all();
-        pipeline_->step();
-        publish();
-    }
-    return pipeline_->transfers_open() == 0;
-}
-
-std::int64_t Shard::take_commands() {
-    std::int64_t closing_until_ns = time_never;
+// Returns whether the shard is closing.
+bool Shard::take_commands() {
+    bool closing = false;
     {
         const std::lock_guard lock(inbox_mutex_);
         std::swap(inbox_, commands_);
-        if (closing_) closing_until_ns = closing_until_ns_;
+        closing = closing_;
     }
     for (const Command& command : commands_) obey(command);
     commands_.clear();
-    return closing_until_ns;
+    return closing;
 }
 
 void Shard::obey(const Command& command) {
@@ -292,34 +317,44 @@ void Shard::answer_stats(bool final) {
     stats_.backend = backend_->stats();
     stats_.backend_name = backend_->name();
     stats_.copier_name = copier_->name();
-    stats_.ring = ring_.counts();
+    stats_.ring = ring_->counts();
     stats_wanted_ = false;
     stats_ready_.notify_all();
 }
 
 // ---------------------------------------------------------------- closing
 
-std::uint64_t Shard::close(std::int64_t until_ns) {
-    {
-        const std::lock_guard lock(inbox_mutex_);
-        closing_ = true;
-        closing_until_ns_ = until_ns;
-    }
+void Shard::begin_close(std::int64_t until_ns) {
+    const std::lock_guard lock(inbox_mutex_);
+    closing_ = true;
+    closing_until_ns_ = until_ns;
+    if (gone_) return;
+    pipeline_->end_by(until_ns);
     backend_->wake();
+}
+
+std::uint64_t Shard::end_close(std::int64_t until_ns) {
+    if (!thread_.joinable()) return 0;  // it never started
     std::unique_lock lock(exit_mutex_);
-    const auto limit =
-        std::chrono::nanoseconds(std::max<std::int64_t>(0, until_ns - clock_.now_ns())) +
-        exit_slack;
-    const bool has_exited = exited_.wait_for(lock, limit, [this] { return has_exited_; });
-    lock.unlock();
-    if (has_exited && abandoned_ == 0) {
-        thread_.join();
-        return 0;
+    const auto exited = [this] { return has_exited_; };
+    if (until_ns == time_never) {
+        exited_.wait(lock, exited);
+    } else {
+        const std::int64_t left_ns = std::max<std::int64_t>(0, until_ns - clock_.now_ns());
+        exited_.wait_for(lock, std::chrono::nanoseconds(left_ns) + exit_slack, exited);
     }
-    // The thread hangs in the kernel and keeps this shard alive; or it has left I/O behind, and the
-    // kernel lets a thread end only when its io_uring requests have (seen on a frozen ext4).
-    thread_.detach();
-    return has_exited ? abandoned_ : 1;
+    const bool has_exited = has_exited_;
+    const std::uint64_t abandoned = has_exited ? abandoned_ : 1;
+    lock.unlock();
+    // A thread that hangs in the kernel keeps this shard alive by itself. One that has left I/O
+    // behind may not be joined either: the kernel lets it end only when its io_uring requests have
+    // (seen on a frozen ext4).
+    if (abandoned == 0) {
+        thread_.join();
+    } else {
+        thread_.detach();
+    }
+    return abandoned;
 }
 
 }  // namespace kvdisk

@@ -4,7 +4,9 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -58,17 +60,21 @@ class Shard : public std::enable_shared_from_this<Shard> {
 
     // Store bytes that wait for a buffer.
     std::uint64_t waiting_bytes() const noexcept {
-        return (rows_submitted_.load() - rows_begun_.load()) * block_bytes_;
+        const std::uint64_t begun = rows_begun_;  // first: it never passes what was submitted
+        return (rows_submitted_ - begun) * block_bytes_;
     }
 
-    // Adds this shard's figures; false when the thread did not answer in time (then the last
-    // known).
-    bool add_stats(EngineStats& total);
+    // Figures in two calls, so that several shards can be asked at once. `add_stats` is false when
+    // the thread did not answer in time; then the last known ones were added.
+    void ask_stats();
+    bool add_stats(EngineStats& total, std::chrono::steady_clock::time_point until);
     void reset_stats() { send({.kind = CommandKind::reset_stats}); }
 
-    // Drains until the limit, then times out what is left; leaves the thread behind if it hangs.
-    // Returns the I/Os (or 1 for a hanging thread) that had to be abandoned.
-    std::uint64_t close(std::int64_t until_ns);
+    // Closing in two calls, so that several shards close at once. The thread drains until the
+    // limit, then times out what is left; one that hangs in the kernel is left behind. `end_close`
+    // returns the I/Os (or 1 for a hanging thread) that had to be abandoned.
+    void begin_close(std::int64_t until_ns);
+    std::uint64_t end_close(std::int64_t until_ns);
 
     const std::string& backend_reason() const noexcept { return backend_reason_; }
 
@@ -80,12 +86,13 @@ class Shard : public std::enable_shared_from_this<Shard> {
         Part* part = nullptr;
     };
 
-    void run();
-    std::int64_t take_commands();
+    void run(std::promise<void> attached);
+    bool take_commands();
     void obey(const Command& command);
     void publish();
     void end_part(Part& part);
-    bool leave(std::int64_t closing_until_ns, bool& expired);
+    bool may_leave() const;
+    void leave();
     void send(Command command);
     void answer_stats(bool final);
 
@@ -93,7 +100,7 @@ class Shard : public std::enable_shared_from_this<Shard> {
     std::uint64_t block_bytes_;
     std::shared_ptr<SlotRecords> records_;
     std::shared_ptr<Outbox> outbox_;
-    Ring ring_;
+    std::unique_ptr<Ring> ring_;
     AlignedMemory record_staging_;
     std::string backend_reason_;
     std::unique_ptr<io::Backend> backend_;
@@ -105,7 +112,8 @@ class Shard : public std::enable_shared_from_this<Shard> {
     std::vector<Command> commands_;              // the thread's own: swapped with the inbox
     std::vector<std::unique_ptr<Part>> spares_;  // ended parts, to be used again
     bool closing_ = false;
-    std::int64_t closing_until_ns_ = time_never;
+    bool gone_ = false;  // the thread takes no more commands
+    std::atomic<std::int64_t> closing_until_ns_ = time_never;
 
     std::atomic<std::uint64_t> rows_submitted_ = 0;
     std::atomic<std::uint64_t> rows_begun_ = 0;

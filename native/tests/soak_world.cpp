@@ -180,6 +180,7 @@ void World::open() {
                                    *clock_, records_->sequence_max() + 1, 1 + random_.below(3));
     submit_at_ns_ = now();
     thaw_at_ns_ = now();
+    closing_ns_ = time_never;
 }
 
 void World::iterate(bool submitting) {
@@ -235,7 +236,7 @@ void World::disturb() {
 
 void World::check_deadlines() {
     for (const std::unique_ptr<Task>& task : tasks_) {
-        if (!task->open || task->late || task->transfer.deadline_ns == time_never) continue;
+        if (!task->open || task->late || deadline_of(*task) == time_never) continue;
         if (task->transfer.direction == Direction::load && options_.direct_loads) continue;
         if (now() <= deadline_of(*task) + deadline_slack_ns) continue;
         task->late = true;
@@ -365,8 +366,7 @@ World::Task& World::task_of(const Transfer& transfer) {
 }
 
 std::int64_t World::deadline_of(const Task& task) const noexcept {
-    // Closing sets all deadlines to the past.
-    return task.transfer.deadline_ns == 0 ? closing_ns_ : task.transfer.deadline_ns;
+    return std::min(task.transfer.deadline_ns, closing_ns_);
 }
 
 // The engine reuses a source at once.
@@ -460,7 +460,7 @@ void World::end_in_peace() {
 void World::end_by_closing() {
     if (options_.direct_loads) disk_->heal();  // such a load waits for its disk
     closing_ns_ = now();
-    pipeline_->expire_all();
+    pipeline_->end_by(0);
     const std::int64_t limit_ns = options_.direct_loads ? settle_ns_max : deadline_slack_ns;
     verdict_.expect(settle(limit_ns, false), "rows do not end at closing");
     verdict_.expect(pipeline_->transfers_open() == 0, "a transfer never ended, at closing");

@@ -1,13 +1,10 @@
-"""A25, A26 through the whole path: the engine says which backend it took, why, and what to do."""
+"""A25 through the whole path: the engine says which backend it took, why, and what to do."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,26 +49,10 @@ def refuse(call: str, error: str) -> list[str]:
 def test_a25_refused_io_uring_means_threads_and_a_reason(tmp_path: Path, call: str) -> None:
     stats = round_trip(tmp_path / "kv", refuse(call, "EPERM"))
     assert stats["backend"] == "threads"
-    assert "EPERM" in stats["backend_reason"]
+    assert f"{call}: Operation not permitted" in stats["backend_reason"]
     assert "seccomp" in stats["backend_reason"]
 
 
 def test_a25_required_io_uring_is_an_error_at_open(tmp_path: Path) -> None:
     answer = round_trip(tmp_path / "kv", refuse("io_uring_setup", "ENOSYS"), backend="uring")
-    assert "ENOSYS" in answer["error"]
-
-
-@pytest.mark.root
-@pytest.mark.parametrize("limit_kib", [0, 64, 8192])
-def test_a26_memlock_limits_of_a_user(limit_kib: int) -> None:
-    if shutil.which("setpriv") is None or shutil.which("prlimit") is None:
-        pytest.fail("setpriv and prlimit are needed (util-linux)")
-    with tempfile.TemporaryDirectory() as folder:
-        os.chown(folder, 65534, 65534)
-        before = ["setpriv", "--reuid=65534", "--clear-groups"]
-        before += ["prlimit", f"--memlock={limit_kib << 10}"]
-        if subprocess.run([*before, sys.executable, "-c", "import kvdisk"]).returncode != 0:
-            pytest.skip("another user may not run this Python")
-        stats = round_trip(Path(folder) / "kv", before)
-        if not stats["areas_registered"]:
-            assert "memlock" in (stats["backend_reason"] + stats["backend_note"]).lower()
+    assert "Function not implemented" in answer["error"]

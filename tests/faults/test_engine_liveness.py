@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -9,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,6 +152,45 @@ def test_a18f_stores_finish_though_nobody_polls(tmp_path: Path) -> None:
     with rig(tmp_path / "kv", slots=64, slot_bytes=64 * KIB) as again:
         assert len(again.engine.take_restored().keys) == 64
         assert again.load(range(64)) == ok(64)
+
+
+def test_a18_forked_child_leaves_the_engine_alone(tmp_path: Path) -> None:
+    """The child has none of the threads: nothing blocks it, and the parent goes on."""
+    with rig(tmp_path / "kv", slots=8, slot_bytes=64 * KIB) as disk:
+        assert disk.store(range(8)) == ok(8)
+        child = os.fork()
+        if child == 0:
+            verdict = 1
+            try:
+                for call in (disk.engine.poll, disk.engine.stats, lambda: disk.submit_load([0])):
+                    with contextlib.suppress(KVDiskError, RuntimeError):
+                        call()
+                        os._exit(2)
+                verdict = disk.engine.close()
+            finally:
+                os._exit(verdict)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert disk.load(range(8)) == ok(8)
+
+
+def test_a18_close_wakes_whoever_waits(tmp_path: Path) -> None:
+    disk = Rig(tmp_path / "kv", slots=2, slot_bytes=16 * KIB)
+    answers: list[bool] = []
+    waiter = threading.Thread(target=lambda: answers.append(disk.engine.wait()))
+    waiter.start()
+    disk.close()
+    waiter.join(PATIENCE_S)
+    assert answers == [False]
+
+
+def test_a18_closed_engine_gives_its_memory_and_files_back(tmp_path: Path) -> None:
+    """Although somebody still holds the object, for the last results say."""
+    before = len(os.listdir("/proc/self/fd"))
+    disk = Rig(tmp_path / "kv", slots=8, slot_bytes=MIB, buffers=64)
+    assert disk.store(range(8)) == ok(8)
+    disk.close()
+    assert len(os.listdir("/proc/self/fd")) <= before + 1  # its eventfd
+    assert disk.engine.stats()["rows_stored"] == 8
 
 
 # --- A23, A24: a disk that hangs or cannot keep up
