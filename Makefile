@@ -117,7 +117,7 @@ canaries: $(stamps)/packages  ## Prove that the soak finds each planted bug
 # --- Shipping it --------------------------------------------------------------------------------
 
 .PHONY: wheel wheel-check
-wheel: setup  ## Build a wheel that carries liburing inside
+wheel: $(VENV)/stamp-requirements  ## Build a wheel that carries liburing inside
 	rm -rf dist/*.whl
 	$(pip) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist \
 		--config-settings=build-dir=build/wheel \

@@ -405,8 +405,8 @@ class SlotAllocator:
         table.operations[safe] -= 1
         self._policy.unblock(idle)
         require(len(victims) >= missing, "the policy found fewer victims than there are")
-        self._index.remove(victims)
         table.evict(victims)
+        self._index.remove(victims)
         self._evicted += len(victims)
         return True
 

@@ -312,6 +312,7 @@ def test_a29_interval_timer_disturbs_nothing(tmp_path: Path, backend: str) -> No
 # --- A31, A33: cost
 
 
+@pytest.mark.cost
 def test_a31_ring_costs_what_was_asked(tmp_path: Path) -> None:
     """An odd size just above a power of two; resident memory follows it within 2 %."""
     asked_bytes = 133 * MIB
@@ -331,6 +332,7 @@ def test_a31_ring_costs_what_was_asked(tmp_path: Path) -> None:
         assert _resident_bytes() - before_bytes <= 4 * MIB
 
 
+@pytest.mark.cost
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a33_idle_engine_sleeps(tmp_path: Path, backend: str) -> None:
     """Nothing polls: over an idle second the engine's threads are not scheduled at all."""
