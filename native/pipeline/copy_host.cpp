@@ -17,47 +17,17 @@ namespace {
 // One reap copies at most this much: about 25 us at 10 GB/s.
 constexpr std::uint64_t step_bytes = 256 * 1024;
 
-class HostCopier final : public Copier {
+// The copies of one direction, in order; the first one may be half done.
+class Lane {
   public:
-    HostCopier(const Layout& layout, std::uint32_t depth) : layout_(layout), queue_(depth) {}
+    explicit Lane(std::uint32_t depth) : queue_(depth) {}
 
-    const char* name() const noexcept override { return "host"; }
-    void attach(std::function<void()>) override {}
+    bool empty() const noexcept { return queued_ == 0; }
+    std::size_t size() const noexcept { return queued_; }
 
-    Readiness poll_event(std::uint64_t event) override {
-        pollfd descriptor{.fd = static_cast<int>(event), .events = POLLIN};
-        const int count = ::poll(&descriptor, 1, 0);
-        if (count == 0 || (count < 0 && errno == EINTR)) return Readiness::pending;
-        return count > 0 && (descriptor.revents & POLLIN) != 0 ? Readiness::ready
-                                                               : Readiness::failed;
-    }
+    void push(const Copy& copy) noexcept { at(queued_++) = copy; }
 
-    std::uint32_t depth() const noexcept override {
-        return static_cast<std::uint32_t>(queue_.size());
-    }
-
-    void start(const Copy& copy) override {
-        KVDISK_CHECK(queued_ < queue_.size() && copy.block_id < layout_.block_count);
-        at(queued_++) = copy;
-    }
-
-    std::size_t reap(std::span<CopyCompletion> completions) override {
-        std::uint64_t budget_bytes = step_bytes;
-        std::size_t count = 0;
-        while (queued_ > 0 && count < completions.size() && budget_bytes > 0) {
-            const Copy& copy = queue_[first_];
-            budget_bytes -= advance(copy, budget_bytes);
-            if (region_ == layout_.regions.size()) {
-                completions[count++] = {.id = copy.id, .error = 0};
-                pop();
-            }
-        }
-        return count;
-    }
-
-    bool busy() const noexcept override { return queued_ > 0; }
-
-    bool cancel(std::uint64_t id) override {
+    bool cancel(std::uint64_t id) noexcept {
         for (std::size_t i = 0; i < queued_; ++i) {
             if (at(i).id != id) continue;
             if (i == 0) {
@@ -71,16 +41,13 @@ class HostCopier final : public Copier {
         return false;
     }
 
-  private:
-    Copy& at(std::size_t position) noexcept { return queue_[(first_ + position) % queue_.size()]; }
-
-    // Copies on within the budget; returns the bytes copied.
-    std::uint64_t advance(const Copy& copy, std::uint64_t budget_bytes) noexcept {
-        std::uint64_t copied_bytes = 0;
-        while (region_ < layout_.regions.size() && copied_bytes < budget_bytes) {
-            const Region& region = layout_.regions[region_];
+    // Copies on within the budget, which it lowers. The id of a copy that has ended, or 0.
+    std::uint64_t advance(const Layout& layout, std::uint64_t& budget_bytes) noexcept {
+        const Copy& copy = queue_[first_];
+        while (region_ < layout.regions.size() && budget_bytes > 0) {
+            const Region& region = layout.regions[region_];
             const std::uint64_t piece_bytes =
-                std::min(region.segment_bytes - region_bytes_, budget_bytes - copied_bytes);
+                std::min(region.segment_bytes - region_bytes_, budget_bytes);
             std::byte* const block =
                 region.base + copy.block_id * region.block_stride_bytes + region_bytes_;
             std::byte* const buffer = copy.buffer + buffer_bytes_;
@@ -89,7 +56,7 @@ class HostCopier final : public Copier {
             } else {
                 std::memcpy(block, buffer, piece_bytes);
             }
-            copied_bytes += piece_bytes;
+            budget_bytes -= piece_bytes;
             buffer_bytes_ += piece_bytes;
             region_bytes_ += piece_bytes;
             if (region_bytes_ == region.segment_bytes) {
@@ -97,8 +64,14 @@ class HostCopier final : public Copier {
                 ++region_;
             }
         }
-        return copied_bytes;
+        if (region_ < layout.regions.size()) return 0;
+        const std::uint64_t id = copy.id;
+        pop();
+        return id;
     }
+
+  private:
+    Copy& at(std::size_t position) noexcept { return queue_[(first_ + position) % queue_.size()]; }
 
     void pop() noexcept {
         first_ = (first_ + 1) % queue_.size();
@@ -108,13 +81,59 @@ class HostCopier final : public Copier {
         buffer_bytes_ = 0;
     }
 
-    Layout layout_;
     std::vector<Copy> queue_;  // a circle; the first one is being copied
     std::size_t first_ = 0;
     std::size_t queued_ = 0;
     std::size_t region_ = 0;  // how far the first one is
     std::uint64_t region_bytes_ = 0;
     std::uint64_t buffer_bytes_ = 0;
+};
+
+class HostCopier final : public Copier {
+  public:
+    HostCopier(const Layout& layout, std::uint32_t depth)
+        : layout_(layout), depth_(depth), scatters_(depth), gathers_(depth) {}
+
+    const char* name() const noexcept override { return "host"; }
+    void attach(std::function<void()>) override {}
+
+    Readiness poll_event(std::uint64_t event) override {
+        pollfd descriptor{.fd = static_cast<int>(event), .events = POLLIN};
+        const int count = ::poll(&descriptor, 1, 0);
+        if (count == 0 || (count < 0 && errno == EINTR)) return Readiness::pending;
+        return count > 0 && (descriptor.revents & POLLIN) != 0 ? Readiness::ready
+                                                               : Readiness::failed;
+    }
+
+    std::uint32_t depth() const noexcept override { return depth_; }
+
+    void start(const Copy& copy) override {
+        KVDISK_CHECK(scatters_.size() + gathers_.size() < depth_ &&
+                     copy.block_id < layout_.block_count);
+        (copy.direction == CopyDirection::scatter ? scatters_ : gathers_).push(copy);
+    }
+
+    // Loads first: a request waits for a scatter, while gathers only run ahead of the disk.
+    std::size_t reap(std::span<CopyCompletion> completions) override {
+        std::uint64_t budget_bytes = step_bytes;
+        std::size_t count = 0;
+        while (busy() && count < completions.size() && budget_bytes > 0) {
+            Lane& lane = scatters_.empty() ? gathers_ : scatters_;
+            const std::uint64_t id = lane.advance(layout_, budget_bytes);
+            if (id != 0) completions[count++] = {.id = id, .error = 0};
+        }
+        return count;
+    }
+
+    bool busy() const noexcept override { return !scatters_.empty() || !gathers_.empty(); }
+
+    bool cancel(std::uint64_t id) override { return scatters_.cancel(id) || gathers_.cancel(id); }
+
+  private:
+    const Layout layout_;
+    const std::uint32_t depth_;
+    Lane scatters_;
+    Lane gathers_;
 };
 
 }  // namespace
