@@ -272,7 +272,13 @@ def test_a35_interrupt_leaves_nothing_behind(layer: str, phase: str, directory: 
     command += ["--bs", "64k", "--size", "32m", "--iodepth", "4", "--runtime", "60"]
     if phase == "fio":
         command += ["--compare", "fio"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Tests that run in the background of a shell inherit an ignored SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
         wait_for_line(process, phase)
         assert set(directory.rglob("*")) == before.keys()
         process.send_signal(signal.SIGINT)
