@@ -88,8 +88,7 @@ Shard::Shard(const EngineOptions& options, std::uint32_t index,
     : block_bytes_(options.layout.block_bytes),
       records_(std::move(records)),
       outbox_(std::move(outbox)),
-      ring_(std::make_unique<Ring>(options.buffers,
-                                   options.slot_bytes * options.rows_per_buffer)) {
+      ring_(std::make_unique<Ring>(options.buffers, options.slot_bytes * options.rows_per_buffer)) {
     io::BackendOptions backend_options;
     backend_options.areas = ring_->areas();
     PipelineOptions pipeline =
@@ -129,11 +128,9 @@ void Shard::start() {
     std::future<void> attaching = attached.get_future();
     {
         const io::AllSignalsBlocked blocked;
-        thread_ = std::thread(
-            [self = shared_from_this()](std::promise<void> promise) {
-                self->run(std::move(promise));
-            },
-            std::move(attached));
+        thread_ = std::thread([self = shared_from_this()](
+                                  std::promise<void> promise) { self->run(std::move(promise)); },
+                              std::move(attached));
     }
     ::pthread_setname_np(thread_.native_handle(), "kvdisk-engine");
     attaching.get();  // throws what kept the thread from its backend

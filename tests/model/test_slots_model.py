@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -322,7 +322,9 @@ class S3FIFOAllocatorMachine(AllocatorMachine):
     policy = "s3fifo"
 
 
-usual = settings(max_examples=80, stateful_step_count=50, deadline=None)
+# A busy machine makes no test fail.
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+usual = settings(patient, max_examples=80, stateful_step_count=50)
 
 
 class TestAllocatorLRU(AllocatorMachine.TestCase):  # type: ignore[name-defined,misc]
