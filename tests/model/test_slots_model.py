@@ -337,4 +337,4 @@ class TestAllocatorS3FIFO(S3FIFOAllocatorMachine.TestCase):  # type: ignore[name
 
 @pytest.mark.slow
 class TestAllocatorLong(AllocatorMachine.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(max_examples=200, stateful_step_count=120, deadline=None)
+    settings = settings(patient, max_examples=200, stateful_step_count=120)
