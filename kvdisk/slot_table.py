@@ -62,10 +62,20 @@ class SlotTable:
         mask: Mask = self.state.take(slots) == RESIDENT
         return mask
 
-    def in_use(self, slots: Slots, tickets: Tickets) -> Mask:
-        """Which rows still are what their ticket says, with an operation under way."""
-        mask: Mask = (self.ticket.take(slots) == tickets) & (self.operations.take(slots) > 0)
+    def current(self, slots: Slots, tickets: Tickets) -> Mask:
+        """Which slots still are what the ticket says.
+
+        A row may outlive its slot, when the table shrinks: it looks at the last slot, "clip", and
+        finds another ticket there.
+        """
+        mask: Mask = self.ticket.take(slots, mode="clip") == tickets
         return mask
+
+    def state_in_use(self, slots: Slots, tickets: Tickets) -> States:
+        """The state of each row's slot; FREE where it is outdated or no operation is under way."""
+        current = self.current(slots, tickets) & (self.operations.take(slots, mode="clip") > 0)
+        states: States = self.state.take(slots, mode="clip") * current
+        return states
 
     def with_key(self) -> Slots:
         """The slots that have a key, ascending. O(slots)."""

@@ -230,9 +230,9 @@ class SlotAllocator:
         whose ticket is outdated, or that was quarantined (``release`` ends those), is ignored and
         counted as stale. A slot occurs once in a call.
         """
-        state = self._table.state.take(slots)
-        current = self._table.in_use(slots, tickets) & ((state == STORING) | (state == ABANDONED))
-        published: Mask = current & (state == STORING) & ok
+        state = self._table.state_in_use(slots, tickets)
+        current = (state == STORING) | (state == ABANDONED)
+        published: Mask = (state == STORING) & ok
         ready = slots[published]
         self._table.publish(ready)
         self._policy.unblock(ready)
@@ -264,7 +264,7 @@ class SlotAllocator:
     def unpin(self, slots: Slots, tickets: Tickets) -> None:
         """End loads. Rows without a slot are skipped, rows with an outdated ticket counted."""
         slots, tickets = _with_slot(slots, tickets)
-        current = self._table.in_use(slots, tickets) & (self._table.state.take(slots) >= RESIDENT)
+        current = self._table.state_in_use(slots, tickets) >= RESIDENT
         self._count_stale(current)
         self._end_operations(slots[current])
 
@@ -291,7 +291,7 @@ class SlotAllocator:
         how many keys were dropped.
         """
         slots, tickets = _with_slot(slots, tickets)
-        current = self._table.ticket.take(slots) == tickets
+        current = self._table.current(slots, tickets)
         slots = self._that_have_key(np.unique(slots[current]))
         self._forget(slots)
         self._table.assert_sums(len(self._index))
@@ -306,7 +306,7 @@ class SlotAllocator:
         ``unpin``. The slot is free when all have ended.
         """
         slots, tickets = _with_slot(slots, tickets)
-        current = self._table.in_use(slots, tickets)
+        current = self._table.state_in_use(slots, tickets) != FREE
         self._count_stale(current)
         slots = np.unique(slots[current])
         self._forget(self._that_have_key(slots))
@@ -316,8 +316,7 @@ class SlotAllocator:
     def release(self, slots: Slots, tickets: Tickets) -> None:
         """Timed-out operations have ended after all, well or not."""
         slots, tickets = _with_slot(slots, tickets)
-        quarantined = self._table.state.take(slots) == QUARANTINED
-        current = self._table.in_use(slots, tickets) & quarantined
+        current = self._table.state_in_use(slots, tickets) == QUARANTINED
         self._count_stale(current)
         self._end_operations(slots[current])
 

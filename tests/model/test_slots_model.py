@@ -22,8 +22,9 @@ from kvdisk.slots import SlotAllocator, SlotState
 KEYS = [b"key-%d" % number for number in range(20)] + [b"z" + b"\0" * n for n in range(8)]
 EVERY_KEY = sorted(KEYS)
 
+LATE_RESULTS = ["commit", "unpin", "release", "quarantine", "invalidate"]
+
 positions = st.integers(0, len(KEYS) - 1)
-flags = st.lists(st.booleans(), min_size=64, max_size=64)
 
 
 @dataclass
@@ -142,12 +143,13 @@ class AllocatorMachine(RuleBasedStateMachine):
         }
 
     @precondition(lambda self: self.stores)
-    @rule(count=st.integers(1, 8), good=flags, backwards=st.booleans())
-    def commit(self, count: int, good: list[bool], backwards: bool) -> None:
+    @rule(count=st.integers(1, 8), good=st.integers(0, 255), backwards=st.booleans())
+    def commit(self, count: int, good: int, backwards: bool) -> None:
         rows, self.stores = self.stores[:count], self.stores[count:]
         rows = rows[::-1] if backwards else rows
-        published = self.allocator.commit(*self.columns(rows), np.array(good[: len(rows)]))
-        for (number, _), ok, readable in zip(rows, good, published.tolist(), strict=False):
+        oks = [bool(good >> bit & 1) for bit in range(len(rows))]
+        published = self.allocator.commit(*self.columns(rows), np.array(oks))
+        for (number, _), ok, readable in zip(rows, oks, published.tolist(), strict=True):
             slot = self.model.slots[number]
             slot.storing = False
             assert readable == (ok and slot.key is not None)
@@ -229,7 +231,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.outdated += rows
 
     @precondition(lambda self: self.outdated)
-    @rule(which=st.integers(0, 1 << 30), how=st.sampled_from(["commit", "unpin", "release"]))
+    @rule(which=st.integers(0, 1 << 30), how=st.sampled_from(LATE_RESULTS))
     def late_result(self, which: int, how: str) -> None:
         number, ticket = row = self.outdated[which % len(self.outdated)]
         slot = self.model.slots.get(number)
@@ -237,6 +239,10 @@ class AllocatorMachine(RuleBasedStateMachine):
             return  # the same tenant, used by others: a second end of one operation is no late one
         if how == "commit":
             assert not self.allocator.commit(*self.columns([row]), np.array([True])).any()
+        elif how == "invalidate":
+            slots, tickets = self.columns([row])
+            assert self.allocator.invalidate(slots, tickets + (1 << 40)) == 0
+            return
         else:
             getattr(self.allocator, how)(*self.columns([row]))
         self.model.stale += 1

@@ -540,6 +540,19 @@ class TestEverything:
         assert allocator.lookup(names(0, 600)) == 100
         allocator.check()
 
+    def test_a_result_may_outlive_its_slot(self) -> None:
+        allocator = SlotAllocator(8)
+        old = put(allocator, names(0, 8), ok=False)
+        assert allocator.resize(2)
+        storing = allocator.allocate(names(0, 2))
+        assert storing is not None
+        assert commit(allocator, old) == [False] * 8
+        for end in (allocator.unpin, allocator.release, allocator.quarantine):
+            end(old.slots, old.tickets)
+        assert allocator.invalidate(old.slots, old.tickets) == 0
+        assert commit(allocator, storing) == [True, True]
+        allocator.check()
+
     def test_entries_tell_everything(self) -> None:
         allocator = SlotAllocator(4)
         stored = put(allocator, [b"a"])
