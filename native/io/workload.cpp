@@ -111,12 +111,9 @@ RawJob::RawJob(const RawJobOptions& options)
     const std::uint64_t buffers = std::uint64_t{options_.depth} + write_buffer_count_;
     // Whole pages, so that O_DIRECT takes them.
     memory_bytes_ = (buffers * options_.block_bytes + 4095) / 4096 * 4096;
-    void* const mapped =
-        ::mmap(nullptr, memory_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    const int error = mapped == MAP_FAILED ? errno : populate(mapped, memory_bytes_);
-    if (error != 0) {
-        if (mapped != MAP_FAILED) ::munmap(mapped, memory_bytes_);
-        throw std::system_error(error, std::generic_category(), "cannot map memory for buffers");
+    void* const mapped = map_large(memory_bytes_);
+    if (mapped == nullptr) {
+        throw std::system_error(errno, std::generic_category(), "cannot map memory for buffers");
     }
     memory_ = static_cast<std::byte*>(mapped);
     for (std::uint32_t i = 0; i < options_.depth; ++i) free_slots_.push(i);

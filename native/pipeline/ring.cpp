@@ -19,12 +19,9 @@ constexpr std::uint64_t area_bytes_max = std::uint64_t{1} << 30;  // io_uring_re
 }  // namespace
 
 AlignedMemory::AlignedMemory(std::size_t bytes) : bytes_(bytes) {
-    void* const mapped =
-        ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    const int error = mapped == MAP_FAILED ? errno : io::populate(mapped, bytes);
-    if (error != 0) {
-        if (mapped != MAP_FAILED) ::munmap(mapped, bytes);
-        throw std::system_error(error, std::generic_category(), "cannot map memory for buffers");
+    void* const mapped = io::map_large(bytes);
+    if (mapped == nullptr) {
+        throw std::system_error(errno, std::generic_category(), "cannot map memory for buffers");
     }
     data_ = static_cast<std::byte*>(mapped);
     // A child of fork(2) must neither copy these pages nor see the device write into them.
