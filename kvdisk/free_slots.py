@@ -35,7 +35,8 @@ class FreeSlots:
         require(0 < count <= self._count, "more slots wanted than are free")
         stack, top = self._stack, self._count
         self._count -= count
-        if self._sorted >= count and stack[top - count] - stack[top - 1] == count - 1:
+        numbers = stack.data  # the same memory as Python numbers
+        if self._sorted >= count and numbers[top - count] - numbers[top - 1] == count - 1:
             self._sorted -= count
             run: Slots = stack[top - count : top][::-1].copy()
             return run

@@ -8,9 +8,9 @@ of one.
 
 What always holds:
     * Keys are compared in full. Hashes only say where to look.
-    * A bucket has sixteen places and is searched whole, so removing a key leaves no tombstone. A
-      key whose bucket is full goes to a small dict, the overflow; with at most half of all places
-      in use that is about one key in a thousand.
+    * A bucket has 32 places, whose tags fill one cache line. It is searched whole, so removing a
+      key leaves no tombstone. A key whose bucket is full goes to a dict, the overflow; with at most
+      half of all places in use that is about one key in a hundred thousand.
     * A key is in the table once, and a slot holds one key.
 
 Python's own ``hash`` is used: it is keyed per process (SipHash), so nobody can choose keys that
@@ -35,8 +35,9 @@ KEY_BYTES_MAX: Final = 64
 ABSENT: Final = -1
 
 _LENGTHS: Final = frozenset(range(1, KEY_BYTES_MAX + 1))
+_KEY: Final = np.dtype(f"S{KEY_BYTES_MAX}")
 _WORDS: Final = KEY_BYTES_MAX // 8
-_WAYS: Final = 16
+_WAYS: Final = 32
 _IN_OVERFLOW: Final = -1
 # Which quarter of a 64-bit hash is its top 16 bits. The bucket comes from the bottom.
 _TAG_LOW: Final = np.uint16(1)  # makes every tag differ from a vacant place
@@ -68,7 +69,7 @@ class KeyBatch:
         if not lengths <= _LENGTHS:
             raise AssertionError(f"a key has 1 to {KEY_BYTES_MAX} bytes, not {sorted(lengths)}")
         self._keys: Sequence[bytes] | None = keys
-        self.words = np.array(keys, dtype=f"S{KEY_BYTES_MAX}").view(np.int64).reshape(-1, _WORDS)
+        self.words = np.array(keys, dtype=_KEY).view(np.int64).reshape(-1, _WORDS)
         self.length = lengths.pop() if len(lengths) == 1 else 0
         self._lengths: npt.NDArray[np.uint8] | None = None
         self._hashes: npt.NDArray[np.int64] | None = None
@@ -179,6 +180,7 @@ class _Found(NamedTuple):
     owner: KeyIndex
     version: int
     slots: Slots
+    none: bool  # all of them are ABSENT
     bucket: npt.NDArray[np.int64]  # the home of each key
     tags: npt.NDArray[np.uint16]  # what it carries there, never 0
     tags_there: npt.NDArray[np.uint16]  # the tags of its whole bucket
@@ -190,7 +192,7 @@ class KeyIndex:
     def __init__(self, slots: int) -> None:
         require(slots > 0, "an index needs a slot")
         buckets = 1 << max(0, (-(-slots // (_WAYS // 2)) - 1).bit_length())
-        self._bucket_mask = buckets - 1
+        self._bucket_mask = np.int64(buckets - 1)
         # All is written once here, so that no page fault is left for the scheduler's thread.
         self._tags = np.full((buckets, _WAYS), 0, dtype=np.uint16)  # 0: the place is vacant
         self._flat_tags = self._tags.reshape(-1)
@@ -217,26 +219,39 @@ class KeyIndex:
 
         The batch remembers the answer, so asking again before anything changed costs nothing.
         """
+        return self._find(batch).slots
+
+    def has_none(self, batch: KeyBatch) -> bool:
+        """Whether every key is absent: what new blocks are, and cheaper than looking at slots."""
+        return self._find(batch).none
+
+    def _find(self, batch: KeyBatch) -> _Found:
         known = batch._found
         if known is not None and known.version == self._version and known.owner is self:
-            return known.slots
+            return known
         hashes = batch.hashes
         bucket = hashes & self._bucket_mask
         tags = hashes.view(np.uint16)[_TAG_QUARTER::4] | _TAG_LOW
         tags_there = self._tags.take(bucket, axis=0)
-        found = self._search(batch, bucket, tags_there == tags[:, None])
-        batch._found = _Found(self, self._version, found, bucket, tags, tags_there)
-        return found
+        slots, none = self._search(batch, bucket, tags_there == tags[:, None])
+        batch._found = _Found(self, self._version, slots, none, bucket, tags, tags_there)
+        return batch._found
 
-    def _search(self, batch: KeyBatch, bucket: npt.NDArray[np.int64], match: Mask) -> Slots:
-        """The slot of each key, where ``match`` says which places of its bucket to look into."""
+    def _search(
+        self, batch: KeyBatch, bucket: npt.NDArray[np.int64], match: Mask
+    ) -> tuple[Slots, bool]:
+        """The slot of each key, and whether there is none at all.
+
+        ``match`` says which places of its bucket each key may be in.
+        """
         count = len(batch)
         if count > len(self._absent):
             self._absent = np.full(2 * count, ABSENT, dtype=np.int32)
         found: Slots = self._absent[:count].copy()
         compare_lengths = self._length is None or not batch.length
         if not compare_lengths and batch.length != self._length:
-            return found
+            return found, True
+        none = True
         rows, ways = match.nonzero()
         if rows.size:
             places = bucket.take(rows) * _WAYS + ways
@@ -248,15 +263,17 @@ class KeyIndex:
                 equal = ~different.any(axis=1)
                 rows, slots = rows[equal], slots[equal]
             found[rows] = slots
+            none = not rows.size
         if self._overflow and not self._overflow.keys().isdisjoint(batch.keys):
             for row in (found == ABSENT).nonzero()[0].tolist():
                 found[row] = self._overflow.get(batch.keys[row], ABSENT)
-        return found
+            none = False
+        return found, none
 
     def find_one(self, key: bytes) -> int:
         """The slot of ``key`` or ``ABSENT``; for one key, several times cheaper than ``find``."""
         number = hash(key)
-        first = (number & self._bucket_mask) * _WAYS
+        first = (number & int(self._bucket_mask)) * _WAYS
         tag = (number >> 48) & 0xFFFF | 1
         tags = self._tag_view[first : first + _WAYS].tolist()
         if tag in tags:
@@ -275,9 +292,8 @@ class KeyIndex:
 
         ``where`` is ``slots``, or the slice that it equals when it is one run.
         """
-        self.find(batch)  # the allocator just has: it costs nothing, and the batch knows its home
-        assert batch._found is not None
-        _, _, _, bucket, tags, tags_there = batch._found
+        # The allocator has just looked, so this costs nothing unless it made room since.
+        *_, bucket, tags, tags_there = self._find(batch)
         self._version += 1
         self._words[where] = batch.words
         self._lengths[where] = batch.length or batch.lengths
@@ -288,11 +304,10 @@ class KeyIndex:
         self._size += len(slots)
         while True:
             places = bucket * _WAYS + (tags_there == 0).argmax(axis=1)
-            full = self._flat_tags.take(places) != 0
-            if np.count_nonzero(full):
-                self._put_in_overflow(slots[full])
-                rest = ~full
-                bucket, tags, slots, places = bucket[rest], tags[rest], slots[rest], places[rest]
+            if np.count_nonzero(tags_there[:, -1]):  # else none of the buckets can be full
+                fits = self._flat_tags.take(places) == 0
+                self._put_in_overflow(slots[~fits])
+                bucket, tags, slots, places = bucket[fits], tags[fits], slots[fits], places[fits]
                 where = slots
             self._flat_tags[places] = tags
             self._flat_slots[places] = slots

@@ -142,7 +142,10 @@ class SlotAllocator:
 
     def lookup(self, keys: Keys) -> int:
         """How many keys from the first on are resident without a gap. Not a use."""
-        mask = self.readable(keys)
+        batch = encode(keys)
+        if self._index.has_none(batch):
+            return 0
+        mask = self._table.resident(self._index.find(batch))
         return len(mask) if np.count_nonzero(mask) == len(mask) else int(mask.argmin())
 
     def __contains__(self, key: bytes) -> bool:
@@ -202,7 +205,7 @@ class SlotAllocator:
         batch = encode(keys)
         found = self._index.find(batch)
         before = self._index.find(encode(prefix)) if len(prefix) else _NO_SLOTS
-        plain = not np.count_nonzero(found != ABSENT) and not len(before) and batch.distinct
+        plain = self._index.has_none(batch) and not len(before) and batch.distinct
         rows = np.arange(len(batch)) if plain else _rows_to_store(batch, found)
         missing = len(rows) - self._table.count[FREE]
         if missing > 0 and not self._make_room(missing, found, before):
@@ -393,7 +396,8 @@ class SlotAllocator:
         """Evict at least ``missing`` slots, none of ``found`` or ``before``; or nothing: False."""
         table = self._table
         path = np.concatenate([found, before])
-        safe = np.unique(path[path != ABSENT])
+        path = path[path != ABSENT]
+        safe = np.unique(path) if len(path) else _NO_SLOTS
         idle = safe[table.resident(safe) & (table.operations.take(safe) == 0)]
         available = table.evictable - len(idle)
         if missing > available:
