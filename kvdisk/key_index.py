@@ -131,13 +131,15 @@ class KeyBatch:
     @property
     def keys(self) -> Sequence[bytes]:
         if self._keys is None:
-            flat = self.words.tobytes()
-            self._keys = [
-                flat[start : start + length]
-                for start, length in zip(
-                    range(0, len(flat), KEY_BYTES_MAX), self.lengths.tolist(), strict=True
-                )
-            ]
+            if self.length:
+                columns = np.ascontiguousarray(self.rows[:, : self.length])
+                keys: list[bytes] = columns.view(f"V{self.length}").reshape(-1).tolist()
+            else:
+                flat = self.words.tobytes()
+                starts = range(0, len(flat), KEY_BYTES_MAX)
+                ends = zip(starts, self.lengths.tolist(), strict=True)
+                keys = [flat[start : start + length] for start, length in ends]
+            self._keys = keys
         return self._keys
 
     @property

@@ -350,8 +350,10 @@ class SlotAllocator:
         numbers[~usable] = ABSENT
         usable &= self._table.state.take(numbers) == FREE
         rows = usable.nonzero()[0]
-        rows = rows.take(sequences.take(rows).argsort(kind="stable"))[::-1]  # the latest first
-        rows = rows.take(np.sort(np.unique(numbers.take(rows), return_index=True)[1]))
+        rows = rows.take(sequences.take(rows).argsort())
+        latest = np.empty(len(self), dtype=np.intp)  # row of a slot
+        latest[numbers.take(rows)] = rows
+        rows = rows[latest.take(numbers.take(rows)) == rows][::-1]  # the latest first
         hashes = [np.empty(0, dtype=np.int64)]
         kept = [rows[:0]]
         for start in range(0, len(rows), _RESTORE_BATCH):
