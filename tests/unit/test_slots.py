@@ -208,6 +208,18 @@ class TestRoom:
             assert allocator.allocate(names(10, 2), prefix=[b"new", *names(2, 2)]) is None
             put(allocator, names(20, 4))  # what was safe in those calls may go again
 
+    @pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+    def test_a_store_that_was_passed_over_may_go_once_it_has_ended(self, policy: str) -> None:
+        allocator = SlotAllocator(4, make_eviction_policy(policy, 4))
+        storing = allocator.allocate([b"storing"])
+        assert storing is not None
+        for first in range(0, 30, 3):
+            put(allocator, names(first, 3))
+        assert allocator.room == 3
+        commit(allocator, storing)
+        put(allocator, names(50, 4))
+        assert b"storing" not in allocator
+
     def test_room_tells_what_would_be_taken(self) -> None:
         allocator = SlotAllocator(6)
         put(allocator, names(0, 3))
