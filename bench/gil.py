@@ -19,7 +19,6 @@ step. Also: CPU and wake-ups of the engine's threads over ten idle seconds.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -31,7 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rig import Rig, open_rig, surroundings
+from rig import Rig, open_rig, report, surroundings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -208,10 +207,7 @@ def main() -> None:
             "idle": idle_cost(arguments.idle_seconds),
             **measure(rig, arguments),
         }
-    text = json.dumps(document, indent=1)
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text + "\n")
+    report(document, arguments.output)
 
 
 if __name__ == "__main__":

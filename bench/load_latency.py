@@ -10,14 +10,13 @@ one (docs/design.md, "Numbers to reach").
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-from rig import Rig, open_rig, surroundings
+from rig import Rig, open_rig, report, surroundings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -151,10 +150,7 @@ def main() -> None:
             "store_depth_beside_loads": arguments.store_depth_beside_loads,
             **measure(rig, arguments),
         }
-    text = json.dumps(document, indent=1)
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text + "\n")
+    report(document, arguments.output)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import tempfile
 from collections.abc import Iterator
@@ -100,3 +101,11 @@ def surroundings(path: Path, rig: Rig) -> dict[str, Any]:
         "backend": stats["backend"],
         "copier": stats["copier"],
     }
+
+
+def report(document: dict[str, Any], output: Path | None) -> None:
+    """Print a result, and keep it where that was asked for."""
+    text = json.dumps(document, indent=1)
+    print(text)
+    if output is not None:
+        output.write_text(text + "\n")

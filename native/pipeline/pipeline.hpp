@@ -265,6 +265,7 @@ class Pipeline {
     void quarantine_extent(std::uint32_t index, std::int64_t now);
     void finish_extent(std::uint32_t index, RowResult unresolved, std::int64_t now);
     void end_row(Transfer& transfer, std::uint32_t row, RowResult result, std::int64_t now);
+    bool all_rows_known(std::uint32_t index) const noexcept;
     void count_row(const Transfer& transfer, RowResult result, std::int64_t now);
     void free_sources(Transfer& transfer, std::uint32_t count);
     void vacate(std::uint32_t index);

@@ -162,11 +162,7 @@ void Pipeline::payload_moved(std::uint32_t index, std::int64_t now) {
         enter(index, Stage::ready);
         return;
     }
-    bool any_good = false;
-    for (std::uint32_t i = 0; i < extent.row_count; ++i) {
-        any_good |= row_of(index, i).result.status == RowStatus::pending;
-    }
-    if (!any_good) {
+    if (all_rows_known(index)) {
         finish_extent(index, {}, now);
     } else if (extent.direction == Direction::load) {
         enter(index, Stage::verifying);

@@ -134,6 +134,14 @@ void Pipeline::finish_extent(std::uint32_t index, RowResult unresolved, std::int
     }
 }
 
+// Whether every row of an extent has its result already, so that nothing more need be done for it.
+bool Pipeline::all_rows_known(std::uint32_t index) const noexcept {
+    const ExtentRow* const rows = &extent_rows_[std::size_t{index} * options_.rows_per_buffer];
+    return std::none_of(rows, rows + extents_[index].row_count, [](const ExtentRow& row) {
+        return row.result.status == RowStatus::pending;
+    });
+}
+
 // Gives back an extent's buffer and slots.
 void Pipeline::vacate(std::uint32_t index) {
     Extent& extent = extents_[index];

@@ -112,11 +112,7 @@ void Pipeline::hash_end(Extent& extent, ExtentRow& row) {
 void Pipeline::hashed(std::uint32_t index, std::int64_t now) {
     Extent& extent = extents_[index];
     moved_ = true;
-    bool any_good = false;
-    for (std::uint32_t i = 0; i < extent.row_count; ++i) {
-        any_good |= row_of(index, i).result.status == RowStatus::pending;
-    }
-    if (!any_good) {
+    if (all_rows_known(index)) {
         finish_extent(index, {}, clock_.now_ns());
     } else if (extent.direction == Direction::store) {
         if (canary == 6) publish(index);
