@@ -22,6 +22,8 @@ from kvdisk.units import display_size, format_duration, format_size, parse_durat
 
 Direct = Literal["auto", "require", "off"]
 Backend = Literal["auto", "uring", "threads"]
+Eviction = Literal["lru", "s3fifo"]
+Admission = Literal["all", "second-touch"]
 
 _MIB: Final = 1024**2
 _PAGE_BYTES: Final = 4096
@@ -47,6 +49,8 @@ _SYNONYMS: Final = {
     "timeout": "load_deadline",
     "buffer": "ring",
     "buffers": "ring",
+    "policy": "eviction",
+    "eviction_policy": "eviction",
 }
 
 
@@ -92,8 +96,18 @@ class TierConfig:
         Stores beyond this many queued bytes are refused at once.
     load_deadline_ns, store_deadline_ns
         A row without an answer by then has failed, and its buffer is quarantined.
+    store_wait_ns
+        A store that finds no bounce buffer within this time is dropped, so that the serving
+        engine's blocks are not held by a slow disk.
     shards
-        Engine threads per process, each with its own ring and its own slots.
+        Engine threads per path, each with its own ring and its own slots.
+    eviction
+        Which block goes when room is needed: "lru" (a prefix's tail before its head) or "s3fifo"
+        (blocks used once go first).
+    admission
+        Which blocks are stored: "all", or "second-touch", those offered for the second time.
+    write_budget_bytes
+        Store no more than this many bytes a day, over all ranks; 0 is no limit.
     persist
         Keep blocks for the next start. When false the files are unlinked as soon as they are open.
     """
@@ -110,7 +124,11 @@ class TierConfig:
     store_queue_bytes: int = _option("size", 256 * _MIB, _PAGE_BYTES, 2**62)
     load_deadline_ns: int = _option("duration", 2 * _SECOND, _MS, _HOUR)
     store_deadline_ns: int = _option("duration", 10 * _SECOND, _MS, _HOUR)
+    store_wait_ns: int = _option("duration", _SECOND // 2, 0, _HOUR)
     shards: int = _option("count", 1, 1, 64)
+    eviction: Eviction = field(default="lru", metadata=_CHOICE)
+    admission: Admission = field(default="all", metadata=_CHOICE)
+    write_budget_bytes: int = _option("size", 0, 0, 2**62)
     persist: bool = _option("switch", True)
 
     def __post_init__(self) -> None:
@@ -185,7 +203,12 @@ def _option_name(field_name: str) -> str:
 _OPTIONS: Final[dict[str, tuple[str, Mapping[str, Any]]]] = {
     _option_name(each.name): (each.name, each.metadata) for each in fields(TierConfig)
 }
-_CHOICES: Final = {"direct": get_args(Direct), "backend": get_args(Backend)}
+_CHOICES: Final = {
+    "direct": get_args(Direct),
+    "backend": get_args(Backend),
+    "eviction": get_args(Eviction),
+    "admission": get_args(Admission),
+}
 
 
 def _unknown_option(option: str) -> str:

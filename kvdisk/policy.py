@@ -450,6 +450,32 @@ def make_eviction_policy(name: str, slots: int) -> EvictionPolicy:
     return EVICTION_POLICIES[name](slots)
 
 
+def make_admission_policy(
+    name: str,
+    slots: int,
+    *,
+    write_budget_bytes: int = 0,
+    block_bytes: int = 1,
+    clock: Callable[[], float] = time.monotonic,
+) -> AdmissionPolicy:
+    """The admission policy called ``name`` ("all", "second-touch") for a tier of ``slots`` slots.
+
+    With a ``write_budget_bytes`` a day above 0, what it admits must also fit that; storing a block
+    writes ``block_bytes``.
+
+    Raises:
+        ConfigError: there is none of that name, or the budget is below a block an hour.
+    """
+    policies: list[AdmissionPolicy] = []
+    if name == "second-touch":
+        policies.append(SecondTouch(slots))
+    elif name != "all":
+        raise ConfigError(f"unknown admission policy {name!r}; there are: all, second-touch")
+    if write_budget_bytes:
+        policies.append(WriteBudget(write_budget_bytes, block_bytes, clock=clock))
+    return AdmitIfAll(policies) if policies else AdmitAll()
+
+
 def _joined(parts: list[Slots]) -> Slots:
     if len(parts) == 1:
         return parts[0]

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import stat
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -150,6 +151,45 @@ def unlink_if_same(folder: int, name: str, file: int) -> bool:
     with suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
     return True
+
+
+def read_private(path: Path, bytes_max: int, folder: int | None = None) -> bytes:
+    """The content of a plain file of ours, never through a link; at most ``bytes_max``.
+
+    Raises OSError when it cannot be read, ConfigError when it is not what it should be.
+    """
+    name = path if folder is None else path.name
+    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    _require_own_file(path, status)
+    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    with os.fdopen(file, "rb") as opened:
+        return opened.read(bytes_max)
+
+
+def write_private(folder: int, path: Path, content: bytes) -> None:
+    """Make the file ``path.name`` with this content, whole or not at all, whoever else does so.
+
+    Raises DeviceError when the disk does not take it.
+    """
+    temporary = f".{path.name}.{os.getpid()}.{threading.get_ident()}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=folder)  # of a dead process that had our number
+        file = os.open(temporary, flags, 0o600, dir_fd=folder)
+        try:
+            with os.fdopen(file, "wb") as opened:
+                os.fchmod(file, 0o600)
+                opened.write(content)
+                opened.flush()
+                os.fsync(file)
+            os.rename(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary, dir_fd=folder)
+            raise
+    except OSError as error:
+        raise DeviceError.from_os_error(error, "write", path, _advice(error)) from error
 
 
 def _open_private(folder: int, path: Path) -> int:

@@ -19,8 +19,9 @@ import errno
 import logging
 import mmap
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -72,6 +73,7 @@ class RankFile:
     notes: tuple[str, ...] = ()
     record_offset: int = HEADER_BYTES
     _folder: int = field(default=-1, repr=False)
+    _header_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
     def create_or_open(
@@ -156,10 +158,35 @@ class RankFile:
         considered invalidated.
         """
         assert not self.closed, "bump_epoch on a closed rank file"
-        header = replace(self.header, epoch=self.header.epoch + 1)
-        _write_header(self.record_fd, self.record_path, header)
-        self.header = header
+        with self._header_lock:
+            header = replace(self.header, epoch=self.header.epoch + 1)
+            _write_header(self.record_fd, self.record_path, header)
+            self.header = header
         return header.epoch
+
+    def begin_probe(self, *, write: bool) -> Callable[[], int]:
+        """A function that reads the header, or also writes it again, and returns 0 or an errno.
+
+        It may hang as long as the disk does, so call it on a thread that nobody waits for. It has
+        descriptors of its own: closing this file meanwhile is safe.
+        """
+        assert not self.closed, "begin_probe on a closed rank file"
+        file = os.dup(self.record_fd)
+
+        def probe() -> int:
+            try:
+                with self._header_lock:
+                    if parse_header(_read_page(file, 0)) != self.header:
+                        return errno.EIO
+                    if write:
+                        _write_page(file, self.header.pack(), 0)
+            except OSError as error:
+                return error.errno or errno.EIO
+            finally:
+                os.close(file)
+            return 0
+
+        return probe
 
     def unlink(self) -> None:
         """Remove the names, if they are still those of these files. The space goes at close."""

@@ -140,6 +140,11 @@ class SlotAllocator:
         """Which keys are resident. Not a use: see ``touch``."""
         return self._table.resident(self._index.find(encode(keys)))
 
+    def find(self, keys: Keys) -> Slots:
+        """The slot of every key that is resident, ``ABSENT`` for the others. Not a use."""
+        found = self._index.find(encode(keys))
+        return np.where(self._table.resident(found), found, _ABSENT)
+
     def lookup(self, keys: Keys) -> int:
         """How many keys from the first on are resident without a gap. Not a use."""
         batch = encode(keys)

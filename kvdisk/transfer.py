@@ -37,7 +37,7 @@ _SECONDS_MAX: Final = 1e9
 
 # Local file systems that answer a submission at once and do the work elsewhere. On any other (FUSE,
 # network) the kernel may do the I/O inside the submission, so it is told not to.
-_ASYNC_FILE_SYSTEMS: Final = frozenset({"ext4", "ext3", "xfs", "btrfs", "f2fs", "tmpfs"})
+FILE_SYSTEMS_WITH_ASYNC_IO: Final = frozenset({"ext4", "ext3", "xfs", "btrfs", "f2fs", "tmpfs"})
 
 # Memory that a hanging kernel may still read from or write to after close: kept for ever.
 _abandoned: list[object] = []
@@ -100,12 +100,20 @@ class Events:
 class RestoredRecords:
     """The records that proved themselves when the engine opened, in slot order.
 
-    ``slots``, ``sequences`` (uint64, higher is newer) and ``keys`` have one entry per record.
+    ``slots`` and ``sequences`` (uint64, higher is newer) have one entry per record; ``key_rows``
+    are zero-padded ``(n, 64)`` bytes, of which ``key_lengths`` (uint8) count.
     """
 
     slots: npt.NDArray[np.uint64]
     sequences: npt.NDArray[np.uint64]
-    keys: list[bytes]
+    key_rows: npt.NDArray[np.uint8]
+    key_lengths: npt.NDArray[np.uint8]
+
+    @property
+    def keys(self) -> list[bytes]:
+        """The keys as they were stored, one by one."""
+        pairs = zip(self.key_rows, self.key_lengths.tolist(), strict=True)
+        return [bytes(row[:length]) for row, length in pairs]
 
 
 def stored_key(key: bytes) -> bytes:
@@ -219,7 +227,7 @@ class TransferEngine:
             slot_count=rank_file.slot_count,
             alignment=rank_file.alignment,
             backend=config.backend,
-            force_async=rank_file.file_system not in _ASYNC_FILE_SYSTEMS,
+            force_async=rank_file.file_system not in FILE_SYSTEMS_WITH_ASYNC_IO,
             shards=config.shards,
             iodepth=config.iodepth,
             buffers=buffers,
@@ -326,12 +334,8 @@ class TransferEngine:
 
     def take_restored(self) -> RestoredRecords:
         """The records found valid at open. Given once; empty afterwards."""
-        slots, sequences, _, keys, lengths = self._native.take_restored()
-        return RestoredRecords(
-            slots,
-            sequences,
-            [bytes(key[:length]) for key, length in zip(keys, lengths.tolist(), strict=True)],
-        )
+        slots, sequences, _, rows, lengths = self._native.take_restored()
+        return RestoredRecords(slots, sequences, rows, lengths)
 
     def stats(self) -> dict[str, Any]:
         """Counters, histogram summaries (nanoseconds) and occupancy, as plain numbers and text."""

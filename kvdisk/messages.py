@@ -1,0 +1,108 @@
+"""What the scheduler's half of the tier and its workers tell one another.
+
+Plain data that pickles: numbers, bytes and arrays, so that a serving engine can carry it between
+its processes in whatever way it has. Nothing here does anything.
+
+Scheduler to every worker: ``Transfer`` and ``Clear``. Each worker to the scheduler: once
+``RankOpened``, then ``RankReport``. Messages in one direction arrive in the order they were sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdisk.transfer import Direction
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A batch of blocks to move: ``keys[i]`` between ``slots[i]`` and block ``block_ids[i]``.
+
+    ``slots`` (int32) are the tier's numbers, the same in every rank; ``block_ids`` int64.
+    ``positions`` says which of the caller's keys these are. With no rows there is nothing to do.
+    """
+
+    id: int
+    direction: Direction
+    keys: list[bytes]
+    slots: npt.NDArray[np.int32]
+    block_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.intp]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(frozen=True)
+class Clear:
+    """Make everything stored so far unreadable, durably."""
+
+    id: int
+
+
+@dataclass(frozen=True)
+class RankOpened:
+    """A worker has opened its files. ``restored_*`` is what proved itself there, row by row.
+
+    ``restored_slots`` (int64) are the tier's numbers; ``restored_sequences`` (uint64) are higher
+    for what was stored later; ``restored_keys`` are zero-padded ``(n, 64)`` bytes, of which
+    ``restored_key_lengths`` (uint8) count. ``facts`` is for people: a log line and ``health``.
+    """
+
+    rank: int
+    world_size: int
+    slot_bytes: int
+    slot_count: int
+    restored_slots: npt.NDArray[np.int64]
+    restored_sequences: npt.NDArray[np.uint64]
+    restored_keys: npt.NDArray[np.uint8]
+    restored_key_lengths: npt.NDArray[np.uint8]
+    facts: dict[str, object]
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How one rank's share of a transfer ended; arrays as in ``TransferResult``."""
+
+    transfer_id: int
+    statuses: npt.NDArray[np.uint8]
+    errors: npt.NDArray[np.int32]
+    quarantined: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class PathState:
+    """Whether a path takes part, as its rank sees it, and since when or why not in ``reason``."""
+
+    loads: bool = True
+    stores: bool = True
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What has happened in one rank since its last report.
+
+    ``source_free``: stores whose blocks this rank no longer reads. ``released_slots`` have left
+    quarantine. ``paths`` is the state of every path, or None when unchanged. ``cleared``: the ids
+    of the ``Clear`` messages that are durable now.
+    """
+
+    rank: int
+    source_free: list[int] = field(default_factory=list)
+    results: list[RankResult] = field(default_factory=list)
+    released_slots: list[int] = field(default_factory=list)
+    paths: tuple[PathState, ...] | None = None
+    cleared: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.source_free
+            or self.results
+            or self.released_slots
+            or self.paths is not None
+            or self.cleared
+        )

@@ -1,0 +1,125 @@
+"""Transfers under way over all ranks: what each rank said, merged row by row.
+
+What always holds: a row is OK only when every rank said so; a row whose I/O some rank could not
+stop is held, and its slot with it, until every such rank has released it, whatever the order in
+which results and releases arrive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdisk.messages import RankResult, Transfer
+from kvdisk.transfer import Direction, RowStatus
+
+
+@dataclass(eq=False)
+class Hold:
+    """A row whose slot some ranks may still read or write."""
+
+    slot: int
+    ticket: int
+    direction: Direction
+    ranks: set[int] = field(default_factory=set)
+    ended: bool = False  # its transfer has ended: the last release ends the hold
+
+
+@dataclass(eq=False)
+class OpenTransfer:
+    """``tickets``, ``row_statuses``, ``row_errors`` and ``held`` are of the transfer's rows;
+    ``statuses`` are of the caller's keys."""
+
+    transfer: Transfer
+    tickets: npt.NDArray[np.int64]
+    statuses: npt.NDArray[np.uint8]
+    results_missing: int
+    sources_missing: int
+    row_statuses: npt.NDArray[np.uint8] = field(init=False)
+    row_errors: npt.NDArray[np.int32] = field(init=False)
+    held: npt.NDArray[np.bool_] = field(init=False)
+    holds: dict[int, Hold] = field(default_factory=dict)  # by row
+
+    def __post_init__(self) -> None:
+        rows = len(self.transfer)
+        self.row_statuses = np.full(rows, RowStatus.OK, dtype=np.uint8)
+        self.row_errors = np.zeros(rows, dtype=np.int32)
+        self.held = np.zeros(rows, dtype=np.bool_)
+
+
+class OpenTransfers:
+    """All transfers of one scheduler that ranks still work on, and the holds they leave behind."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._open: dict[int, OpenTransfer] = {}
+        self._holds: dict[int, list[Hold]] = {}  # by slot
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def begin(
+        self, transfer: Transfer, tickets: npt.NDArray[np.int64], statuses: npt.NDArray[np.uint8]
+    ) -> OpenTransfer:
+        """A new transfer; one without rows is not kept, since no rank will tell of it."""
+        sources = self._world_size if transfer.direction is Direction.STORE else 0
+        opened = OpenTransfer(transfer, tickets, statuses, self._world_size, sources)
+        if len(transfer):
+            self._open[transfer.id] = opened
+        return opened
+
+    def source_free(self, transfer_id: int) -> bool:
+        """A rank no longer reads a store's blocks. True: it was the last one."""
+        opened = self._open.get(transfer_id)
+        if opened is None:
+            return False
+        opened.sources_missing -= 1
+        return opened.sources_missing == 0
+
+    def knows(self, transfer_id: int) -> bool:
+        return transfer_id in self._open
+
+    def merge(self, rank: int, result: RankResult) -> OpenTransfer | None:
+        """Take a rank's result. The transfer, when it was the last one: it has ended.
+
+        Its ``held`` rows end with the last release, which ``release`` gives.
+        """
+        opened = self._open[result.transfer_id]
+        first_failure = (opened.row_statuses == RowStatus.OK) & (result.statuses != RowStatus.OK)
+        opened.row_statuses[first_failure] = result.statuses[first_failure]
+        opened.row_errors[first_failure] = result.errors[first_failure]
+        for row in np.flatnonzero(result.quarantined).tolist():
+            self._hold(opened, row).ranks.add(rank)
+        opened.results_missing -= 1
+        if opened.results_missing:
+            return None
+        del self._open[result.transfer_id]
+        for row, hold in opened.holds.items():
+            if hold.ranks:
+                hold.ended = True
+                opened.held[row] = True
+        return opened
+
+    def release(self, rank: int, slot: int) -> list[Hold]:
+        """A rank's disk has let go of a slot. The holds that this ends."""
+        holds = self._holds.get(slot, [])
+        for hold in holds:
+            hold.ranks.discard(rank)
+        over = [hold for hold in holds if not hold.ranks]
+        left = [hold for hold in holds if hold.ranks]
+        if left:
+            self._holds[slot] = left
+        else:
+            self._holds.pop(slot, None)
+        return [hold for hold in over if hold.ended]
+
+    def _hold(self, opened: OpenTransfer, row: int) -> Hold:
+        hold = opened.holds.get(row)
+        if hold is None or not hold.ranks:
+            slot = int(opened.transfer.slots[row])
+            hold = Hold(slot, int(opened.tickets[row]), opened.transfer.direction)
+            opened.holds[row] = hold
+            self._holds.setdefault(slot, []).append(hold)
+        return hold

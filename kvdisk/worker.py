@@ -1,0 +1,408 @@
+"""One rank's half of the tier: its files and engines, on every path.
+
+A worker does what the scheduler tells it and reports what came of it. One engine per path, so that
+a disk that hangs or dies takes nothing else with it.
+
+What always holds:
+    * Every transfer that was submitted is reported exactly once, with one status per row, and
+      ``source_free`` of a store no later.
+    * No call waits for a disk, except ``wait`` and ``close``, both with a limit.
+    * A released slot is reported after the result that called it quarantined.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdisk.config import TierConfig
+from kvdisk.disk_path import DiskPath
+from kvdisk.errors import ConfigError, DeviceError
+from kvdisk.identity import Identity
+from kvdisk.layout import Layout
+from kvdisk.messages import Clear, PathState, RankOpened, RankReport, RankResult, Transfer
+from kvdisk.path_health import error_name
+from kvdisk.placement import Placement
+from kvdisk.quiet_log import QuietLog
+from kvdisk.transfer import Direction, Events, RestoredRecords, RowStatus, TransferResult
+
+_PAGE_BYTES: Final = 4096
+
+Number = TypeVar("Number", bound=np.generic)
+
+_log = logging.getLogger("kvdisk")
+
+
+@dataclass(eq=False)
+class _Open:
+    """A transfer under way: one part for each path that it touches."""
+
+    transfer: Transfer
+    statuses: npt.NDArray[np.uint8]
+    errors: npt.NDArray[np.int32]
+    quarantined: npt.NDArray[np.bool_]
+    parts: int = 0
+    sources: int = 0  # parts that may still read the blocks
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The rows of a transfer that lie on one path."""
+
+    whole: _Open
+    positions: npt.NDArray[np.intp]
+
+
+class TierWorker:
+    """The files and engines of ``rank``. Not thread-safe: one thread calls it. Use ``open``."""
+
+    def __init__(
+        self,
+        paths: dict[int, DiskPath],
+        lost: dict[int, str],
+        placement: Placement,
+        layout: Layout,
+        rank: int,
+        world_size: int,
+        wake_fd: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """Takes over ``paths``, by index, and ``wake_fd``; ``lost`` says why others are not."""
+        self._paths = paths
+        self._lost = lost
+        self._placement = placement
+        self._layout = layout
+        self._rank = rank
+        self._world_size = world_size
+        self._wake_fd = wake_fd
+        self._clock = clock
+        self._quiet = QuietLog(_log, clock)
+        self._open: dict[int, _Open] = {}
+        self._parts: dict[tuple[int, int], _Part] = {}  # by path and the path's id
+        self._held: defaultdict[int, list[tuple[_Open, int]]] = defaultdict(list)
+        self._clears: dict[int, int] = {}  # paths on which they are not yet durable
+        self._report = RankReport(rank)
+        self._states: tuple[PathState, ...] | None = None
+        self._abandoned = 0
+        self._closed = False
+        self._selector = select.epoll()
+        self._selector.register(wake_fd, select.EPOLLIN)
+        for path in paths.values():
+            self._selector.register(path.engine.fileno(), select.EPOLLIN)
+
+    @classmethod
+    def open(
+        cls,
+        layout: Layout,
+        identity: Identity,
+        config: TierConfig,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        block_bytes: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> TierWorker:
+        """Open the files of ``rank`` (the engine's global rank) on every path of ``config``.
+
+        ``block_bytes`` is the largest block of any rank, where ranks differ. One of several paths
+        that fails is left out with a warning; its slots are misses.
+
+        Raises ConfigError, BusyError or DeviceError when this cannot work.
+        """
+        placement = Placement.of(config, block_bytes or layout.block_bytes, world_size)
+        config.check_memory()
+        share = _share_of_one_path(config)
+        wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        paths: dict[int, DiskPath] = {}
+        lost: dict[int, str] = {}
+        try:
+            for index in range(len(config.paths)):
+                try:
+                    paths[index] = DiskPath.open(
+                        index, layout, identity, share, placement, rank, world_size, wake_fd
+                    )
+                except DeviceError as error:
+                    if len(config.paths) == 1:
+                        raise
+                    _log.warning("path left out, its slots are misses: %s", error)
+                    lost[index] = str(error)
+            if not paths:
+                raise DeviceError(f"no path can be used: {'; '.join(lost.values())}")
+            return cls(paths, lost, placement, layout, rank, world_size, wake_fd, clock)
+        except BaseException:
+            for path in paths.values():
+                path.close(0)
+            os.close(wake_fd)
+            raise
+
+    def take_opened(self) -> RankOpened:
+        """The first message to the scheduler. Given once: it holds what was restored."""
+        restored = {index: path.engine.take_restored() for index, path in self._paths.items()}
+        slots = [self._placement.slot(index, each.slots) for index, each in restored.items()]
+        return RankOpened(
+            rank=self._rank,
+            world_size=self._world_size,
+            slot_bytes=self._placement.slot_bytes,
+            slot_count=self._placement.slot_count,
+            restored_slots=_joined(slots),
+            restored_sequences=_joined([each.sequences for each in restored.values()]),
+            restored_keys=_joined([each.key_rows for each in restored.values()]),
+            restored_key_lengths=_joined([each.key_lengths for each in restored.values()]),
+            facts=self._facts(restored),
+        )
+
+    # --- doing what the scheduler says
+
+    def submit(self, transfer: Transfer, *, event: int = 0) -> None:
+        """Begin a transfer. Never blocks and never fails: what cannot be done is reported so.
+
+        ``event`` is what the source of a store must wait for, as in ``submit_store``.
+        """
+        assert transfer.id not in self._open, "a transfer is submitted once"
+        rows = len(transfer)
+        opened = _Open(
+            transfer,
+            statuses=np.full(rows, RowStatus.REFUSED, dtype=np.uint8),
+            errors=np.zeros(rows, dtype=np.int32),
+            quarantined=np.zeros(rows, dtype=np.bool_),
+        )
+        self._open[transfer.id] = opened
+        if not self._closed:
+            for index, positions in self._placement.split(transfer.slots):
+                self._submit_part(index, opened, positions, event)
+        if opened.sources == 0 and transfer.direction is Direction.STORE:
+            self._report.source_free.append(transfer.id)
+        self._finish_if_done(opened)
+        if self._report and not self._closed:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def clear(self, message: Clear) -> None:
+        """Make everything stored so far unreadable; reported when that is durable.
+
+        Until then loads miss and stores are refused.
+        """
+        self._clears[message.id] = len(self._paths)
+        for path in self._paths.values():
+            path.clear(message.id)
+        self._tend()
+
+    def cancel_waiting(self, transfer_id: int) -> None:
+        """End as refused what has not begun of a store; what has begun goes on."""
+        for (index, sent_id), part in self._parts.items():
+            if part.whole.transfer.id == transfer_id:
+                self._paths[index].cancel_waiting(sent_id)
+
+    # --- telling what came of it
+
+    def poll(self) -> RankReport:
+        """What has happened since the last call; never blocks. Also after ``close``."""
+        if not self._closed:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+            self._tend()
+        for path in self._paths.values():
+            self._take(path, path.poll(self._clock()))
+        states = self._path_states()
+        changed = None if states == self._states else states
+        self._states = states
+        report = replace(self._report, paths=changed)
+        self._report = RankReport(self._rank)
+        return report
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block, without the GIL, until ``poll`` may have something; False when time is over."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._closed and not self._report:
+            tend_at = [path.next_tend_s() for path in self._paths.values()]
+            limit = min((each for each in (until, *tend_at) if each is not None), default=None)
+            left = None if limit is None else max(0.0, limit - time.monotonic())
+            if self._selector.poll(left):
+                return True
+            self._tend()
+            if until is not None and time.monotonic() >= until:
+                break
+        return bool(self._report)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while ``poll`` may have something to give."""
+        return self._selector.fileno()
+
+    def stats(self) -> dict[int, dict[str, object]]:
+        """Each path's engine counters, by path index; see ``TransferEngine.stats``."""
+        return {index: path.engine.stats() for index, path in self._paths.items()}
+
+    # --- ending it
+
+    def close(self, timeout_s: float = 5.0) -> int:
+        """End everything: drain until the limit, then time out what is left. Idempotent.
+
+        Returns how many I/Os a hanging disk forced to abandon; ``poll`` still gives the last
+        results.
+        """
+        if self._closed:
+            return self._abandoned
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until and any(each.clearing for each in self._paths.values()):
+            self._selector.poll(max(0.0, until - time.monotonic()))
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+            self._tend()
+        for path in self._paths.values():
+            self._abandoned += path.close(max(0.0, until - time.monotonic()))
+        self._closed = True
+        self._selector.close()
+        os.close(self._wake_fd)
+        return self._abandoned
+
+    def __enter__(self) -> TierWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- steps of the above
+
+    def _submit_part(
+        self, index: int, opened: _Open, positions: npt.NDArray[np.intp], event: int
+    ) -> None:
+        transfer, path = opened.transfer, self._paths.get(index)
+        if path is None:
+            return
+        keys = transfer.keys
+        if len(positions) < len(keys):
+            keys = [keys[position] for position in positions.tolist()]
+        slots = self._placement.local(transfer.slots[positions])
+        sent_id = path.submit(transfer.direction, keys, slots, transfer.block_ids[positions], event)
+        if sent_id is None:
+            return
+        self._parts[index, sent_id] = _Part(opened, positions)
+        opened.parts += 1
+        opened.sources += transfer.direction is Direction.STORE
+
+    def _take(self, path: DiskPath, events: Events) -> None:
+        for sent_id in events.source_free:
+            opened = self._parts[path.index, sent_id].whole
+            opened.sources -= 1
+            if opened.sources == 0:
+                self._report.source_free.append(opened.transfer.id)
+        for result in events.finished:
+            part = self._parts.pop((path.index, result.transfer_id))
+            self._log_failures(path, result, part)
+            self._take_result(result, part)
+        for slot in self._placement.slot(path.index, np.array(events.released_slots)).tolist():
+            self._released(slot)
+
+    def _take_result(self, result: TransferResult, part: _Part) -> None:
+        opened, positions = part.whole, part.positions
+        opened.statuses[positions] = result.statuses
+        opened.errors[positions] = result.errors
+        opened.quarantined[positions] = result.quarantined
+        for position in positions[result.quarantined].tolist():
+            self._held[int(opened.transfer.slots[position])].append((opened, position))
+        opened.parts -= 1
+        self._finish_if_done(opened)
+
+    def _released(self, slot: int) -> None:
+        """Those who were told learn it; for those not yet told it was never quarantined."""
+        told = False
+        for opened, position in self._held.pop(slot, []):
+            if opened.transfer.id in self._open:
+                opened.quarantined[position] = False
+            else:
+                told = True
+        if told:
+            self._report.released_slots.append(slot)
+
+    def _finish_if_done(self, opened: _Open) -> None:
+        if opened.parts > 0:
+            return
+        del self._open[opened.transfer.id]
+        self._report.results.append(
+            RankResult(opened.transfer.id, opened.statuses, opened.errors, opened.quarantined)
+        )
+
+    def _tend(self) -> None:
+        now_s = self._clock()
+        for path in self._paths.values():
+            fileno = path.engine.fileno()
+            for clear_id in path.tend(now_s):
+                self._clears[clear_id] -= 1
+                if self._clears[clear_id] == 0:
+                    del self._clears[clear_id]
+                    self._report.cleared.append(clear_id)
+            if path.engine.fileno() != fileno:
+                self._selector.register(path.engine.fileno(), select.EPOLLIN)
+
+    def _path_states(self) -> tuple[PathState, ...]:
+        return tuple(
+            self._paths[index].state
+            if index in self._paths
+            else PathState(loads=False, stores=False, reason=self._lost[index])
+            for index in range(self._placement.path_count)
+        )
+
+    def _log_failures(self, path: DiskPath, result: TransferResult, part: _Part) -> None:
+        """One line for the first row of each kind, not more often than people can read."""
+        for status in (RowStatus.CORRUPT, RowStatus.FAILED, RowStatus.TIMED_OUT):
+            rows = np.flatnonzero(result.statuses == status)
+            if not rows.size:
+                continue
+            slot = part.whole.transfer.slots[part.positions[rows[:1]]]
+            offset = int(self._placement.local(slot)[0]) * self._placement.slot_bytes
+            number = int(result.errors[rows[0]])
+            what = error_name(number) if status is RowStatus.FAILED else status.name.lower()
+            self._quiet.warning(
+                (path.index, result.direction, status, number),
+                f"{result.direction.name.lower()} of {rows.size} blocks: {what}, "
+                f"first at offset {offset} of {path.file.data_path}",
+            )
+
+    def _facts(self, restored: dict[int, RestoredRecords]) -> dict[str, object]:
+        first = next(iter(self._paths.values()))
+        stats = first.engine.stats()
+        return {
+            "paths": [str(path.directory) for path in self._paths.values()],
+            "lost_paths": dict(self._lost),
+            "namespace": first.directory.name,
+            "slots": self._placement.slot_count,
+            "slot_bytes": self._placement.slot_bytes,
+            "block_bytes": self._layout.block_bytes,
+            "reserved_bytes": sum(path.file.reserved_bytes for path in self._paths.values()),
+            "recovered": sum(len(each.slots) for each in restored.values()),
+            "file_system": first.file.file_system,
+            "direct": first.file.direct,
+            "direct_reason": first.file.reason,
+            "backend": stats["backend"],
+            "backend_reason": stats["backend_reason"],
+            "notes": [note for path in self._paths.values() for note in path.file.notes],
+        }
+
+
+def _share_of_one_path(config: TierConfig) -> TierConfig:
+    """The configuration of each path's engine: an equal part of the ring and of the queue."""
+    count = len(config.paths)
+    if count == 1:
+        return config
+    ring_bytes = config.ring_bytes // count // _PAGE_BYTES * _PAGE_BYTES
+    try:
+        return replace(
+            config,
+            ring_bytes=ring_bytes,
+            store_queue_bytes=max(_PAGE_BYTES, config.store_queue_bytes // count),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"shared by {count} paths: {error}") from error
+
+
+def _joined(parts: list[npt.NDArray[Number]]) -> npt.NDArray[Number]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
