@@ -38,7 +38,7 @@ from kvdisk.rank_file import RankFile, record_file_bytes
 from kvdisk.transfer import Direction, RowStatus, TransferEngine, TransferResult
 from kvdisk.units import display_size
 
-_BATCH_BYTES: Final = 4 << 20
+_BATCH_BYTES: Final = 16 << 20  # of a transfer: a prefix of a request
 _BATCH_ROWS_MAX: Final = 32
 _SAMPLE: Final = 64
 _SOURCES_BYTES_MIN: Final = 8 << 20

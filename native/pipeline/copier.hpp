@@ -6,6 +6,8 @@
 //   * A gather reads the block and writes the buffer; a scatter reads the buffer and writes the
 //   block;
 //     neither touches a byte beyond the layout's segments or the first `block_bytes` of the buffer.
+//   * A copier that hashes gives each completion without an error the checksum of the bytes that it
+//     moved. One that does not leaves that to the pipeline, which hashes the buffer.
 //   * All calls come from the pipeline's thread.
 #pragma once
 
@@ -26,11 +28,13 @@ struct Copy {
     std::uint64_t block_id = 0;
     std::byte* buffer = nullptr;
     CopyDirection direction = CopyDirection::gather;
+    std::uint64_t seed = 0;  // of the checksum
 };
 
 struct CopyCompletion {
     std::uint64_t id = 0;
-    int error = 0;  // 0, or an errno
+    int error = 0;               // 0, or an errno
+    std::uint64_t checksum = 0;  // of the block's bytes, from a copier that hashes
 };
 
 enum class Readiness : std::uint8_t { ready, pending, failed };
@@ -48,6 +52,9 @@ class Copier {
     // Whether the caller's event has happened: the source may be read. 0 is "no event". For `host`
     // an event is a file descriptor that becomes readable (an eventfd).
     virtual Readiness poll_event(std::uint64_t event) = 0;
+
+    // Whether copies yield checksums: so it is where the bytes pass through a core's caches anyway.
+    virtual bool hashes() const noexcept { return false; }
 
     // Most copies that may be started and not yet reaped.
     virtual std::uint32_t depth() const noexcept = 0;

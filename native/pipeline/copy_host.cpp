@@ -1,21 +1,21 @@
-// The copier for blocks in host memory: memcpy, a bounded number of bytes each time it is looked
-// after, so that the engine thread stays attentive to the disk.
+// The copier for blocks in host memory: copies and hashes in one pass, a bounded number of bytes
+// each time it is looked after, so that the engine thread stays attentive to the disk.
 #include <poll.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <vector>
 
 #include "pipeline/check.hpp"
+#include "pipeline/checksum.hpp"
 #include "pipeline/copier.hpp"
 
 namespace kvdisk {
 
 namespace {
 
-// One reap copies at most this much: about 25 us at 10 GB/s.
-constexpr std::uint64_t step_bytes = 256 * 1024;
+// One reap copies at most this much: about 20 us at 6 GB/s, little beside an I/O of its size.
+constexpr std::uint64_t step_bytes = 128 * 1024;
 
 // The copies of one direction, in order; the first one may be half done.
 class Lane {
@@ -41,9 +41,10 @@ class Lane {
         return false;
     }
 
-    // Copies on within the budget, which it lowers. The id of a copy that has ended, or 0.
-    std::uint64_t advance(const Layout& layout, std::uint64_t& budget_bytes) noexcept {
+    // Copies on within the budget, which it lowers. True: a copy has ended, and `done` says how.
+    bool advance(const Layout& layout, std::uint64_t& budget_bytes, CopyCompletion& done) noexcept {
         const Copy& copy = queue_[first_];
+        if (buffer_bytes_ == 0) checksum_.reset(copy.seed);
         while (region_ < layout.regions.size() && budget_bytes > 0) {
             const Region& region = layout.regions[region_];
             const std::uint64_t piece_bytes =
@@ -51,11 +52,9 @@ class Lane {
             std::byte* const block =
                 region.base + copy.block_id * region.block_stride_bytes + region_bytes_;
             std::byte* const buffer = copy.buffer + buffer_bytes_;
-            if (copy.direction == CopyDirection::gather) {
-                std::memcpy(buffer, block, piece_bytes);
-            } else {
-                std::memcpy(block, buffer, piece_bytes);
-            }
+            const bool gather = copy.direction == CopyDirection::gather;
+            checksum_.update_copying({gather ? block : buffer, piece_bytes},
+                                     gather ? buffer : block);
             budget_bytes -= piece_bytes;
             buffer_bytes_ += piece_bytes;
             region_bytes_ += piece_bytes;
@@ -64,10 +63,10 @@ class Lane {
                 ++region_;
             }
         }
-        if (region_ < layout.regions.size()) return 0;
-        const std::uint64_t id = copy.id;
+        if (region_ < layout.regions.size()) return false;
+        done = {.id = copy.id, .error = 0, .checksum = checksum_.digest()};
         pop();
-        return id;
+        return true;
     }
 
   private:
@@ -87,6 +86,7 @@ class Lane {
     std::size_t region_ = 0;  // how far the first one is
     std::uint64_t region_bytes_ = 0;
     std::uint64_t buffer_bytes_ = 0;
+    Checksum checksum_;
 };
 
 class HostCopier final : public Copier {
@@ -105,6 +105,7 @@ class HostCopier final : public Copier {
                                                                : Readiness::failed;
     }
 
+    bool hashes() const noexcept override { return true; }
     std::uint32_t depth() const noexcept override { return depth_; }
 
     void start(const Copy& copy) override {
@@ -119,8 +120,7 @@ class HostCopier final : public Copier {
         std::size_t count = 0;
         while (busy() && count < completions.size() && budget_bytes > 0) {
             Lane& lane = scatters_.empty() ? gathers_ : scatters_;
-            const std::uint64_t id = lane.advance(layout_, budget_bytes);
-            if (id != 0) completions[count++] = {.id = id, .error = 0};
+            if (lane.advance(layout_, budget_bytes, completions[count])) ++count;
         }
         return count;
     }

@@ -303,7 +303,8 @@ void Pipeline::start_copies(std::uint32_t index, CopyDirection direction) {
         copier_.start({.id = copy_id(extent.serial, index, i),
                        .block_id = extent.transfer->rows[extent.first_row + i].block_id,
                        .buffer = extent.data + i * options_.slot_bytes,
-                       .direction = direction});
+                       .direction = direction,
+                       .seed = copier_.hashes() ? seed_of(index, i) : 0});
     }
 }
 

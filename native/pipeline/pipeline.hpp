@@ -5,6 +5,9 @@
 //   store:  wait -> gather -> hash -> write -> record -> ok       (source free after gather)
 //   load:   wait -> read -> verify -> scatter -> ok
 //
+// A copier that hashes makes one stage of gather and hash, and one of verify and scatter: a row
+// that proves wrong has then written to its block, whose content is undefined unless the row is ok.
+//
 // What always holds:
 //   * `result == requested` is the only success of an I/O. Shorter is resumed, bounded, then
 //   failed.
@@ -253,8 +256,10 @@ class Pipeline {
     void handle_copy(const CopyCompletion& completion, std::int64_t now);
     void copies_done(std::uint32_t index, std::int64_t now);
     void hash_some(std::int64_t now);
-    bool hash_begin(Extent& extent, ExtentRow& row, const Row& wanted);
-    void hash_end(Extent& extent, ExtentRow& row);
+    void verify(std::uint32_t index, std::int64_t now);
+    void find_record(std::uint32_t index, std::uint32_t row_index);
+    std::uint64_t seed_of(std::uint32_t index, std::uint32_t row) const noexcept;
+    void take_checksum(std::uint32_t index, std::uint32_t row_index, std::uint64_t checksum);
     void hashed(std::uint32_t index, std::int64_t now);
 
     // --- ending
@@ -280,6 +285,9 @@ class Pipeline {
     std::uint64_t next_io_id(std::uint64_t low) noexcept { return ++io_last_ << 17 | low; }
 
     ExtentRow& row_of(std::uint32_t index, std::uint32_t row) noexcept {
+        return extent_rows_[std::size_t{index} * options_.rows_per_buffer + row];
+    }
+    const ExtentRow& row_of(std::uint32_t index, std::uint32_t row) const noexcept {
         return extent_rows_[std::size_t{index} * options_.rows_per_buffer + row];
     }
     std::int64_t next_time(std::int64_t now) const noexcept;

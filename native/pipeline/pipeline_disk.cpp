@@ -165,7 +165,7 @@ void Pipeline::payload_moved(std::uint32_t index, std::int64_t now) {
     if (all_rows_known(index)) {
         finish_extent(index, {}, now);
     } else if (extent.direction == Direction::load) {
-        enter(index, Stage::verifying);
+        verify(index, now);
     } else {
         commit_records(index, now);
     }

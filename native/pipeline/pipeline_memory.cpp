@@ -30,6 +30,8 @@ void Pipeline::handle_copy(const CopyCompletion& completion, std::int64_t now) {
     --extent.copies_pending;
     if (completion.error != 0) {
         row_of(index, row).result = {.status = RowStatus::failed, .error = completion.error};
+    } else if (copier_.hashes()) {
+        take_checksum(index, row, completion.checksum);
     }
     moved_ = true;
     if (extent.copies_pending == 0) copies_done(index, now);
@@ -44,7 +46,28 @@ void Pipeline::copies_done(std::uint32_t index, std::int64_t now) {
     } else {
         if (canary != 7) free_sources(*extent.transfer, extent.row_count);
         extent.source_held = false;
-        enter(index, Stage::hashing);
+        if (copier_.hashes()) {
+            hashed(index, now);
+        } else {
+            enter(index, Stage::hashing);
+        }
+    }
+}
+
+// Loads whose bytes are in the buffer. A copier that hashes moves them to the block while it finds
+// out whether they are the right ones: a row that is not ok leaves its block's content undefined.
+void Pipeline::verify(std::uint32_t index, std::int64_t now) {
+    Extent& extent = extents_[index];
+    if (extent.direct || !copier_.hashes()) {
+        enter(index, Stage::verifying);
+        return;
+    }
+    for (std::uint32_t i = 0; i < extent.row_count; ++i) find_record(index, i);
+    if (all_rows_known(index)) {
+        finish_extent(index, {}, now);
+    } else {
+        enter(index, Stage::scattering);
+        start_copies(index, CopyDirection::scatter);
     }
 }
 
@@ -56,11 +79,13 @@ void Pipeline::hash_some(std::int64_t now) {
     Extent& extent = extents_[index];
     std::uint64_t budget_bytes = hash_step_bytes;
     while (extent.hash_row < extent.row_count && budget_bytes > 0) {
-        ExtentRow& row = row_of(index, extent.hash_row);
-        if (extent.hash_bytes == 0 &&
-            !hash_begin(extent, row, extent.transfer->rows[extent.first_row + extent.hash_row])) {
-            ++extent.hash_row;
-            continue;
+        if (extent.hash_bytes == 0) {
+            if (extent.direction == Direction::load) find_record(index, extent.hash_row);
+            if (row_of(index, extent.hash_row).result.status != RowStatus::pending) {
+                ++extent.hash_row;  // it needs no checksum
+                continue;
+            }
+            extent.checksum.reset(seed_of(index, extent.hash_row));
         }
         const std::uint64_t piece_bytes =
             std::min(budget_bytes, options_.block_bytes - extent.hash_bytes);
@@ -69,7 +94,7 @@ void Pipeline::hash_some(std::int64_t now) {
         extent.hash_bytes += piece_bytes;
         budget_bytes -= piece_bytes;
         if (extent.hash_bytes == options_.block_bytes) {
-            hash_end(extent, row);
+            take_checksum(index, extent.hash_row, extent.checksum.digest());
             extent.hash_bytes = 0;
             ++extent.hash_row;
         }
@@ -77,35 +102,39 @@ void Pipeline::hash_some(std::int64_t now) {
     if (extent.hash_row == extent.row_count) hashed(index, now);
 }
 
-// Seeds the checksum of a row. False: the row needs none, because its result is known.
-bool Pipeline::hash_begin(Extent& extent, ExtentRow& row, const Row& wanted) {
-    if (row.result.status != RowStatus::pending) return false;
-    std::uint64_t sequence = row.sequence;
-    if (extent.direction == Direction::load) {
-        const SlotRecord& record = records_.at(wanted.slot);
-        if (!record_holds(record, wanted.key) && canary != 9) {  // dropped while it was being read
-            row.result = {.status = RowStatus::miss};
-            return false;
-        }
-        if (record.valid_bytes != options_.block_bytes) {
-            row.result = {.status = RowStatus::corrupt};
-            records_.clear(wanted.slot);
-            return false;
-        }
+// What a row of a load must turn out to be, or its result when the slot does not hold that.
+void Pipeline::find_record(std::uint32_t index, std::uint32_t row_index) {
+    const Extent& extent = extents_[index];
+    ExtentRow& row = row_of(index, row_index);
+    if (row.result.status != RowStatus::pending) return;
+    const Row& wanted = extent.transfer->rows[extent.first_row + row_index];
+    const SlotRecord& record = records_.at(wanted.slot);
+    if (!record_holds(record, wanted.key) && canary != 9) {  // dropped while it was being read
+        row.result = {.status = RowStatus::miss};
+    } else if (record.valid_bytes != options_.block_bytes) {
+        row.result = {.status = RowStatus::corrupt};
+        records_.clear(wanted.slot);
+    } else {
+        row.sequence = record.sequence;
         row.checksum = record.payload_checksum;
-        sequence = record.sequence;
     }
-    extent.checksum.reset(payload_seed(wanted.key, wanted.slot, sequence, records_.epoch()));
-    return true;
 }
 
-void Pipeline::hash_end(Extent& extent, ExtentRow& row) {
-    const std::uint64_t digest = extent.checksum.digest();
+std::uint64_t Pipeline::seed_of(std::uint32_t index, std::uint32_t row) const noexcept {
+    const Extent& extent = extents_[index];
+    const Row& wanted = extent.transfer->rows[extent.first_row + row];
+    return payload_seed(wanted.key, wanted.slot, row_of(index, row).sequence, records_.epoch());
+}
+
+// A store's row keeps its checksum for the record; a load's row must match its record's.
+void Pipeline::take_checksum(std::uint32_t index, std::uint32_t row_index, std::uint64_t checksum) {
+    Extent& extent = extents_[index];
+    ExtentRow& row = row_of(index, row_index);
     if (extent.direction == Direction::store) {
-        row.checksum = digest;
-    } else if (digest != row.checksum && canary != 4) {
+        row.checksum = checksum;
+    } else if (row.checksum != checksum && canary != 4) {
         row.result = {.status = RowStatus::corrupt};
-        records_.clear(extent.slot + extent.hash_row);
+        records_.clear(extent.slot + row_index);
     }
 }
 

@@ -18,6 +18,7 @@
 
 #include "io/sim_random.hpp"
 #include "pipeline/check.hpp"
+#include "pipeline/checksum.hpp"
 #include "pipeline/copier.hpp"
 
 namespace kvdisk::test {
@@ -41,9 +42,11 @@ class SimCopier final : public Copier {
     static constexpr std::int64_t never = std::numeric_limits<std::int64_t>::max();
 
     SimCopier(const Layout& layout, std::uint32_t depth, std::uint64_t seed,
-              std::function<std::int64_t()> now_ns, const SimCopierFaults& faults = {})
+              std::function<std::int64_t()> now_ns, bool hashes = false,
+              const SimCopierFaults& faults = {})
         : layout_(layout),
           depth_(depth),
+          hashes_(hashes),
           random_(seed),
           now_ns_(std::move(now_ns)),
           faults_(faults) {
@@ -67,6 +70,7 @@ class SimCopier final : public Copier {
 
     const char* name() const noexcept override { return "sim"; }
     void attach(std::function<void()> wake) override { wake_ = std::move(wake); }
+    bool hashes() const noexcept override { return hashes_; }
     std::uint32_t depth() const noexcept override { return depth_; }
     std::uint32_t active() const noexcept { return static_cast<std::uint32_t>(active_.size()); }
 
@@ -84,6 +88,7 @@ class SimCopier final : public Copier {
         const std::int64_t now = now_ns_();
         Active started;
         started.copy = copy;
+        started.checksum.reset(copy.seed);
         started.done_ns =
             now + random_.between(faults_.base_ns, faults_.base_ns + faults_.jitter_ns);
         if (random_.chance(faults_.slow)) {
@@ -106,17 +111,19 @@ class SimCopier final : public Copier {
             const bool fails = active.error != 0;
             if (!active.first_moved && active.first_ns <= now) {
                 active.first_moved = true;
-                if (!fails || (random_.next() & 1) != 0) move(active.copy, 0, half);
+                if (!fails || (random_.next() & 1) != 0) move(active, 0, half);
             }
             if (!active.second_moved && active.second_ns <= now) {
                 active.second_moved = true;
-                if (!fails) move(active.copy, half, layout_.block_bytes);
+                if (!fails) move(active, half, layout_.block_bytes);
             }
             if (active.done_ns > now || count == completions.size()) {
                 ++i;
                 continue;
             }
-            completions[count++] = {.id = active.copy.id, .error = active.error};
+            completions[count++] = {.id = active.copy.id,
+                                    .error = active.error,
+                                    .checksum = hashes_ ? active.checksum.digest() : 0};
             id_before_ = active.copy.id;
             active = active_.back();
             active_.pop_back();
@@ -149,6 +156,7 @@ class SimCopier final : public Copier {
   private:
     struct Active {
         Copy copy;
+        Checksum checksum;
         std::int64_t first_ns = 0;   // when the first half moves
         std::int64_t second_ns = 0;  // when the rest does
         std::int64_t done_ns = 0;
@@ -165,7 +173,8 @@ class SimCopier final : public Copier {
     };
 
     // Moves the bytes first..last of the block.
-    void move(const Copy& copy, std::uint64_t first, std::uint64_t last) const {
+    void move(Active& active, std::uint64_t first, std::uint64_t last) const {
+        const Copy& copy = active.copy;
         std::uint64_t at = 0;  // of the region's segment in the block
         for (const Region& region : layout_.regions) {
             const std::uint64_t from = std::max(first, at);
@@ -179,10 +188,12 @@ class SimCopier final : public Copier {
             }
             at += region.segment_bytes;
         }
+        if (hashes_) active.checksum.update({copy.buffer + first, last - first});
     }
 
     Layout layout_;
     std::uint32_t depth_;
+    bool hashes_;
     io::SimRandom random_;
     std::function<std::int64_t()> now_ns_;
     SimCopierFaults faults_;

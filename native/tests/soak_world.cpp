@@ -170,9 +170,11 @@ void World::open() {
                         .bytes_per_second = std::uint64_t{1} << random_.between(28, 33)});
     disk_->attach();
 
+    const bool hashes = random_.below(2) == 0;
     copier_ = std::make_unique<SimCopier>(
         device_->layout(), buffers_ * options_.rows_per_buffer, random_.next(),
-        [this] { return now(); }, harm_ == Harm::none ? SimCopierFaults{} : SimCopierFaults::all());
+        [this] { return now(); }, hashes,
+        harm_ == Harm::none ? SimCopierFaults{} : SimCopierFaults::all());
     copier_->attach([this] { disk_->wake(); });
     disk_->set_neighbour([this] { return copier_->next_event_ns(); });
     pipeline_ =

@@ -31,12 +31,14 @@ struct Fixture final : Clock {
     Ring ring{buffers, block_bytes};
     AlignedMemory staging{record_page_bytes};
     SlotRecords records{slot_count, 1};
-    SimCopier copier{device.layout(), buffers, 1, [this] { return disk.now_ns(); }};
+    SimCopier copier;
     std::unique_ptr<Pipeline> pipeline;
     std::vector<std::unique_ptr<Transfer>> transfers;
     std::uint64_t steps = 0;
 
-    explicit Fixture(std::uint32_t iodepth = 4) {
+    explicit Fixture(std::uint32_t iodepth = 4, bool copier_hashes = false)
+        : copier(
+              device.layout(), buffers, 1, [this] { return disk.now_ns(); }, copier_hashes) {
         options.block_bytes = options.slot_bytes = block_bytes;
         options.iodepth = iodepth;
         options.record_writes = 1;
@@ -170,12 +172,14 @@ TEST_CASE(
     "pipeline: a changed bit, lost, torn or misdirected write is a corrupt row, then a miss") {
     for (const io::SimFault fault : {io::SimFault::flip_at_rest, io::SimFault::lost_write,
                                      io::SimFault::torn_write, io::SimFault::misdirect_write}) {
-        Fixture fixture;
-        fixture.disk.plan(io::Op::write, 0, 1, fault);
-        CHECK(fixture.move(Direction::store, 5) == RowStatus::ok);
-        CHECK(fixture.move(Direction::load, 5) == RowStatus::corrupt);
-        CHECK(fixture.move(Direction::load, 5) == RowStatus::miss);
-        CHECK(fixture.pipeline->stats().rows_corrupt == 1);
+        for (const bool copier_hashes : {false, true}) {
+            Fixture fixture(4, copier_hashes);
+            fixture.disk.plan(io::Op::write, 0, 1, fault);
+            CHECK(fixture.move(Direction::store, 5) == RowStatus::ok);
+            CHECK(fixture.move(Direction::load, 5) == RowStatus::corrupt);
+            CHECK(fixture.move(Direction::load, 5) == RowStatus::miss);
+            CHECK(fixture.pipeline->stats().rows_corrupt == 1);
+        }
     }
 }
 
