@@ -9,7 +9,9 @@ Scheduler to every worker: ``Transfer`` and ``Clear``. Each worker to the schedu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -106,3 +108,21 @@ class RankReport:
             or self.paths is not None
             or self.cleared
         )
+
+
+class Worker(Protocol):
+    """What ``DiskTier`` needs of a rank's half: ``TierWorker``, or a simulated one."""
+
+    def submit(self, transfer: Transfer, *, event: int = 0) -> None: ...
+
+    def clear(self, message: Clear) -> None: ...
+
+    def poll(self) -> RankReport: ...
+
+    def wait(self, timeout_s: float | None = None) -> bool: ...
+
+    def fileno(self) -> int: ...
+
+    def stats(self) -> Mapping[int, Mapping[str, Any]]: ...
+
+    def close(self, timeout_s: float = 5.0) -> int: ...

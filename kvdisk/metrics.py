@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from kvdisk.errors import ConfigError
 from kvdisk.slots import SlotCounts
 from kvdisk.transfer import Direction, RowStatus
@@ -85,15 +88,6 @@ class TierCounters:
         self.keys_looked_up += keys
         self.hits_found += found
 
-    def loaded(self, blocks: int) -> None:
-        self.blocks_loaded += blocks
-
-    def stored(self, blocks: int) -> None:
-        self.blocks_stored += blocks
-
-    def already_there(self, blocks: int) -> None:
-        self.blocks_already_there += blocks
-
     def missed(self, reason: str, blocks: int) -> None:
         if blocks:
             self.misses[reason] += blocks
@@ -102,16 +96,23 @@ class TierCounters:
         if blocks:
             self.refusals[reason] += blocks
 
-    def not_loaded(self, status: RowStatus, blocks: int) -> None:
-        if status is not RowStatus.OK:
-            self.missed(_MISS_OF[status], blocks)
-
-    def not_stored(self, status: RowStatus, blocks: int) -> None:
-        if status in _REFUSAL_OF:
-            self.refused(_REFUSAL_OF[status], blocks)
-
-    def failed(self, direction: Direction, errors: list[int]) -> None:
-        for number in errors:
+    def ended(
+        self,
+        direction: Direction,
+        statuses: npt.NDArray[np.uint8],
+        errors: npt.NDArray[np.int32],
+    ) -> None:
+        """A transfer's rows over all ranks."""
+        rows = {status: int(np.count_nonzero(statuses == status)) for status in RowStatus}
+        if direction is Direction.LOAD:
+            self.blocks_loaded += rows[RowStatus.OK]
+            for status, reason in _MISS_OF.items():
+                self.missed(reason, rows[status])
+        else:
+            self.blocks_stored += rows[RowStatus.OK]
+            for status, reason in _REFUSAL_OF.items():
+                self.refused(reason, rows[status])
+        for number in errors[statuses == RowStatus.FAILED].tolist():
             name = errno.errorcode.get(number, str(number))
             self.errors[direction.name.lower(), name] += 1
 

@@ -37,6 +37,7 @@ class OpenTransfer:
     statuses: npt.NDArray[np.uint8]
     results_missing: int
     sources_missing: int
+    void: bool = False  # all was cleared meanwhile: nothing of it counts
     row_statuses: npt.NDArray[np.uint8] = field(init=False)
     row_errors: npt.NDArray[np.int32] = field(init=False)
     held: npt.NDArray[np.bool_] = field(init=False)
@@ -77,6 +78,11 @@ class OpenTransfers:
             return False
         opened.sources_missing -= 1
         return opened.sources_missing == 0
+
+    def void_all(self) -> None:
+        """Nothing that is under way counts any more, however it ends."""
+        for opened in self._open.values():
+            opened.void = True
 
     def knows(self, transfer_id: int) -> bool:
         return transfer_id in self._open

@@ -205,12 +205,14 @@ class TierScheduler:
         return self._allocator.drop(_encode(keys))
 
     def clear(self) -> Clear:
-        """Forget everything, stores under way included. Give the message to every worker.
+        """Forget everything, transfers under way included: their loads miss. Give the message to
+        every worker.
 
         Nothing stored before is readable from now on; after a restart or a crash as well, once
         ``cleared`` says so of its id.
         """
         self._allocator.clear()
+        self._open.void_all()
         self._id_last += 1
         self._clears[self._id_last] = self._world_size
         return Clear(self._id_last)
@@ -345,7 +347,7 @@ class TierScheduler:
         if here.size:
             resident = self._allocator.find(wanted.pick(here)) != ABSENT
             statuses[admitted[here]] = np.where(resident, RowStatus.OK, RowStatus.BUSY)
-            self._counters.already_there(here.size)
+            self._counters.blocks_already_there += here.size
         rows, slots, tickets = admitted[allocation.rows], allocation.slots, allocation.tickets
         if not up.all() and len(rows):
             takes_part = up[self.placement.path_of(slots)]
@@ -400,7 +402,7 @@ class TierScheduler:
             self._end_store(opened)
         else:
             self._end_load(opened)
-        self._count(opened)
+        self._counters.ended(opened.transfer.direction, opened.row_statuses, opened.row_errors)
         opened.statuses[opened.transfer.positions] = opened.row_statuses
         self._tell(opened)
 
@@ -421,6 +423,8 @@ class TierScheduler:
         self._allocator.invalidate(slots[lost], tickets[lost])
         ended = ~opened.held
         self._allocator.unpin(slots[ended], tickets[ended])
+        if opened.void:
+            opened.row_statuses[opened.row_statuses == RowStatus.OK] = RowStatus.MISS
 
     def _apply_release(self, rank: int, slot: int) -> None:
         for hold in self._open.release(rank, slot):
@@ -429,22 +433,6 @@ class TierScheduler:
                 self._allocator.release(*row)
             else:
                 self._allocator.unpin(*row)
-
-    def _count(self, opened: OpenTransfer) -> None:
-        statuses, count = opened.row_statuses, self._counters
-        ok = int(np.count_nonzero(statuses == RowStatus.OK))
-        failed = np.flatnonzero(statuses == RowStatus.FAILED)
-        if failed.size:
-            count.failed(opened.transfer.direction, opened.row_errors[failed].tolist())
-        others = [(status, int(np.count_nonzero(statuses == status))) for status in RowStatus]
-        if opened.transfer.direction is Direction.STORE:
-            count.stored(ok)
-            for status, rows in others:
-                count.not_stored(status, rows)
-        else:
-            count.loaded(ok)
-            for status, rows in others:
-                count.not_loaded(status, rows)
 
     def _tell(self, opened: OpenTransfer) -> None:
         errors = np.zeros(len(opened.statuses), dtype=np.int32)

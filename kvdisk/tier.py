@@ -22,7 +22,7 @@ from kvdisk.config import TierConfig
 from kvdisk.errors import KVDiskError
 from kvdisk.identity import Identity
 from kvdisk.layout import Layout
-from kvdisk.messages import PathState
+from kvdisk.messages import PathState, Worker
 from kvdisk.metrics import TierStats
 from kvdisk.scheduler import TierResult, TierScheduler
 from kvdisk.units import display_size
@@ -60,7 +60,7 @@ class TierHealth:
 class DiskTier:
     """Blocks of ``layout`` on disk. Not thread-safe: one thread calls it. Use ``open``."""
 
-    def __init__(self, scheduler: TierScheduler, worker: TierWorker) -> None:
+    def __init__(self, scheduler: TierScheduler, worker: Worker) -> None:
         self._scheduler = scheduler
         self._worker = worker
         self._closed = False
