@@ -46,6 +46,15 @@ class Clear:
 
 
 @dataclass(frozen=True)
+class PathState:
+    """Whether a path takes part, as its rank sees it, and since when or why not in ``reason``."""
+
+    loads: bool = True
+    stores: bool = True
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class RankOpened:
     """A worker has opened its files. ``restored_*`` is what proved itself there, row by row.
 
@@ -62,6 +71,7 @@ class RankOpened:
     restored_sequences: npt.NDArray[np.uint64]
     restored_keys: npt.NDArray[np.uint8]
     restored_key_lengths: npt.NDArray[np.uint8]
+    paths: tuple[PathState, ...]
     facts: dict[str, object]
 
 
@@ -73,15 +83,6 @@ class RankResult:
     statuses: npt.NDArray[np.uint8]
     errors: npt.NDArray[np.int32]
     quarantined: npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class PathState:
-    """Whether a path takes part, as its rank sees it, and since when or why not in ``reason``."""
-
-    loads: bool = True
-    stores: bool = True
-    reason: str = ""
 
 
 @dataclass(frozen=True)

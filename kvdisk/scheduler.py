@@ -120,6 +120,8 @@ class TierScheduler:
         if opened.rank in self._opened:
             raise ConfigError(f"rank {opened.rank} is here twice: use the engine's global rank.")
         self._opened[opened.rank] = opened
+        self._rank_paths[opened.rank] = opened.paths
+        self._update_paths()
         if len(self._opened) < self._world_size:
             return False
         self._restore()

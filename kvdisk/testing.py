@@ -148,6 +148,7 @@ class SimulatedWorker:
             restored_sequences=np.array([r.sequence for r in found.values()], dtype=np.uint64),
             restored_keys=rows,
             restored_key_lengths=np.array([len(r.key) for r in found.values()], dtype=np.uint8),
+            paths=self._paths,
             facts={"backend": "simulated"},
         )
 

@@ -158,6 +158,7 @@ class TierWorker:
             restored_sequences=_joined([each.sequences for each in restored.values()]),
             restored_keys=_joined([each.key_rows for each in restored.values()]),
             restored_key_lengths=_joined([each.key_lengths for each in restored.values()]),
+            paths=self._path_states(),
             facts=self._facts(restored),
         )
 
