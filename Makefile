@@ -68,7 +68,7 @@ bench: setup  ## Run the whole bench matrix beside fio
 
 # --- Checking it --------------------------------------------------------------------------------
 
-.PHONY: test faults native-test lint format sanitize soak canaries
+.PHONY: test faults native-test lint format sanitize soak tier-soak canaries
 test: setup build/native-tests/stamp-configured  ## Run all tests, the native ones included (PYTEST="-k name" selects)
 	cmake --build build/native-tests --target native_tests
 	$(python) -m pytest $(PYTEST)
@@ -110,6 +110,9 @@ sanitize: setup  ## Run tests under the address, undefined behaviour and thread 
 soak: build/native-tests/stamp-configured  ## Run OPS operations of the pipeline on the simulated disk from SEED
 	cmake --build build/native-tests --target soak
 	build/native-tests/soak --ops $(OPS) --seed $(SEED)
+
+tier-soak: setup  ## Run OPS operations of the whole tier on simulated disks from SEED
+	$(python) -m tests.model.tier_soak --ops $(OPS) --seed $(SEED)
 
 canaries: $(stamps)/packages  ## Prove that the soak finds each planted bug
 	native/tests/run_canaries.sh
