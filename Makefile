@@ -114,6 +114,16 @@ soak: build/native-tests/stamp-configured  ## Run OPS operations of the pipeline
 tier-soak: setup  ## Run OPS operations of the whole tier on simulated disks from SEED
 	$(python) -m tests.model.tier_soak --ops $(OPS) --seed $(SEED)
 
+.PHONY: crash powercut flips
+crash: setup  ## Kill a storing process N times (default 300) and verify every byte after each
+	$(python) -m tests.tier.crash --crashes $(or $(N),300) --seed $(SEED)
+
+powercut: setup  ## Cut the power of ext4 and of xfs N times (default 20) and verify (needs root)
+	$(python) -m tests.tier.powercut --cuts $(or $(N),20) --seed $(SEED)
+
+flips: setup  ## Flip N bits (default 100000) and damage slots in every other way: all become misses
+	$(python) -m tests.tier.flips --flips $(or $(N),100000) --seed $(SEED)
+
 canaries: $(stamps)/packages  ## Prove that the soak finds each planted bug
 	native/tests/run_canaries.sh
 

@@ -1,4 +1,4 @@
-"""Small real disks that can be filled and frozen. Whatever is made here is undone on exit.
+"""Small real disks that can be filled, frozen and cut off. Whatever is made here is undone on exit.
 
 Freezing is described in fsfreeze(8) and linux/fs.h; everything here needs root.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import struct
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -15,24 +16,62 @@ from pathlib import Path
 
 FIFREEZE = 0xC0045877  # linux/fs.h: _IOWR('X', 119, int)
 FITHAW = 0xC0045878  # linux/fs.h: _IOWR('X', 120, int)
+FS_IOC_SHUTDOWN = 0x8004587D  # xfs/libxfs/xfs_fs.h: _IOR('X', 125, u32); ext4 has the same
+SHUTDOWN_NO_LOG_FLUSH = 2
 FROZEN_S_MAX = 30.0
 
 
+class LoopDisk:
+    """A mounted file system on a loop device. ``mount`` is where; ``remount`` after a power cut."""
+
+    def __init__(self, directory: Path, loop: str) -> None:
+        self.mount = directory / "mount"
+        self.loop = loop
+        self.mount.mkdir()
+        self.attach()
+
+    def attach(self, *options: str) -> None:
+        _run("mount", *options, self.loop, str(self.mount))
+
+    def detach(self) -> None:
+        """Lazily: a process that still uses it does not keep us here."""
+        thaw(self.mount)
+        if os.path.ismount(self.mount):
+            _run("umount", "--lazy", str(self.mount))
+
+    def cut_power(self) -> None:
+        """Nothing reaches the disk from now on, the journal's last entries included."""
+        _ioctl(self.mount, FS_IOC_SHUTDOWN, struct.pack("I", SHUTDOWN_NO_LOG_FLUSH))
+
+    def remount(self) -> None:
+        """As after a power cut: the journal is replayed. Nobody may use the disk any more."""
+        _run("umount", str(self.mount))
+        self.attach()
+
+
 @contextlib.contextmanager
-def loop_ext4(directory: Path, size_mib: int = 64) -> Iterator[Path]:
-    """A mounted ext4 on a loop device; thawed, unmounted and detached whatever happens."""
-    image, mount = directory / "image", directory / "mount"
-    mount.mkdir()
+def loop_disk(
+    directory: Path, file_system: str = "ext4", size_mib: int = 64, *options: str
+) -> Iterator[LoopDisk]:
+    """A file system ("ext4" or "xfs", of at least 320 MiB) on a loop device; thawed, unmounted and
+    detached whatever happens. ``options`` are those of mkfs."""
+    image = directory / "image"
     with contextlib.ExitStack() as undo:
         with open(image, "wb") as file:
             file.truncate(size_mib << 20)
         loop = _run("losetup", "--find", "--show", "--direct-io=on", str(image)).strip()
         undo.callback(_run, "losetup", "--detach", loop)
-        _run("mkfs.ext4", "-q", loop)
-        _run("mount", loop, str(mount))
-        undo.callback(_run, "umount", "--lazy", str(mount))
-        undo.callback(thaw, mount)
-        yield mount
+        _run(f"mkfs.{file_system}", "-q", *options, loop)
+        disk = LoopDisk(directory, loop)
+        undo.callback(disk.detach)
+        yield disk
+
+
+@contextlib.contextmanager
+def loop_ext4(directory: Path, size_mib: int = 64) -> Iterator[Path]:
+    """A mounted ext4 on a loop device; thawed, unmounted and detached whatever happens."""
+    with loop_disk(directory, "ext4", size_mib) as disk:
+        yield disk.mount
 
 
 @contextlib.contextmanager
@@ -62,10 +101,10 @@ def thaw(mount: Path) -> None:
         _ioctl(mount, FITHAW)
 
 
-def _ioctl(mount: Path, request: int) -> None:
+def _ioctl(mount: Path, request: int, argument: int | bytes = 0) -> None:
     descriptor = os.open(mount, os.O_RDONLY)
     try:
-        fcntl.ioctl(descriptor, request, 0)
+        fcntl.ioctl(descriptor, request, argument)
     finally:
         os.close(descriptor)
 
