@@ -51,6 +51,8 @@ def open_tier(directory: Path, slots: int) -> DiskTier:
         paths=(directory,),
         capacity_bytes=slots * BLOCK_BYTES + record_file_bytes(slots),
         ring_bytes=16 << 20,
+        store_wait_ns=10**11,  # so that filling drops nothing
+        store_deadline_ns=10**11,
     )
     assert Placement.of(config, BLOCK_BYTES, 1).slot_count == slots
     return DiskTier.open(layout, identity, config)

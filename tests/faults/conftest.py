@@ -12,14 +12,6 @@ import pytest
 RunNative = Callable[..., str]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.geteuid() == 0:
-        return
-    for item in items:
-        if item.get_closest_marker("root") is not None:
-            item.add_marker(pytest.mark.skip(reason="needs root"))
-
-
 @pytest.fixture
 def run_native(native_tests: Path) -> RunNative:
     """Run native test cases, which check themselves; fail with their output, else return it.
