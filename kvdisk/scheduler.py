@@ -156,6 +156,16 @@ class TierScheduler:
         self._counters.looked_up(len(readable), int(np.count_nonzero(readable)))
         return readable
 
+    def contains(self, keys: Sequence[bytes]) -> bool:
+        """Whether all of a few ``keys`` could be loaded now. Cheaper than ``lookup`` for one."""
+        if self._up[Direction.LOAD].all():
+            found = all(stored_key(key) in self._allocator for key in keys)
+        else:
+            found = bool(self._readable(_encode(keys)).all())
+        self._counters.looked_up(len(keys), len(keys) if found else 0)
+        self._suspect()
+        return found
+
     def touch(self, keys: Sequence[bytes]) -> None:
         """``keys``, the head of the prefix first, are used again, as far as they are here."""
         self._allocator.touch(_encode(keys))

@@ -167,7 +167,8 @@ class TierWorker:
     def submit(self, transfer: Transfer, *, event: int = 0) -> None:
         """Begin a transfer. Never blocks and never fails: what cannot be done is reported so.
 
-        ``event`` is what the source of a store must wait for, as in ``submit_store``.
+        ``event`` is what the source of a store must wait for, as in ``submit_store``. A row with a
+        negative block id has no block in this rank: it ends as REFUSED.
         """
         assert transfer.id not in self._open, "a transfer is submitted once"
         rows = len(transfer)
@@ -179,8 +180,9 @@ class TierWorker:
         )
         self._open[transfer.id] = opened
         if not self._closed:
-            for index, positions in self._placement.split(transfer.slots):
-                self._submit_part(index, opened, positions, event)
+            moved = np.flatnonzero(transfer.block_ids >= 0)
+            for index, part in self._placement.split(transfer.slots[moved]):
+                self._submit_part(index, opened, moved[part], event)
         if opened.sources == 0 and transfer.direction is Direction.STORE:
             self._report.source_free.append(transfer.id)
         self._finish_if_done(opened)

@@ -57,7 +57,7 @@ BELOW: Mapping[str, Set[str]] = {
     "transfer": {"base", "files"},
     "tier": {"base", "probe", "files", "slots", "transfer"},
     "bench": {"base", "probe", "files", "slots", "transfer", "tier"},
-    "serving": {"base", "tier"},
+    "serving": {"base", "slots", "transfer", "tier"},
     "cli": {"base", "probe", "files", "slots", "transfer", "tier", "bench"},
 }
 

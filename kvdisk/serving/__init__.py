@@ -1,0 +1,1 @@
+"""Adapters for serving engines, each on kvdisk's public API alone."""

@@ -1,0 +1,103 @@
+"""The identity of a vLLM engine's KV: everything resolved that changes a block's bytes.
+
+Computed from the engine's configuration alone, so that every process of an engine gets the same,
+and the same again after a restart. What is not sure to leave the bytes alone is in it: a field too
+many costs a cold start, one too few a wrong answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any, Final
+
+from kvdisk import Identity
+
+_WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_SAMPLE_BYTES: Final = 64 << 10
+_SAMPLES_PER_FILE: Final = 16
+
+
+def identity_of(vllm_config: Any, layout: dict[str, object], *, weights: str = "") -> Identity:
+    """The identity of the engine that ``vllm_config`` describes.
+
+    ``layout`` is what the scheduler and every rank know alike of the cache's layout. ``weights``
+    overrides what is found out about them.
+    """
+    import vllm
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    dtype = model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
+    return Identity(
+        model=str(model.model),
+        weights=weights or weights_fingerprint(str(model.model), model.revision),
+        dtype=str(dtype).removeprefix("torch."),
+        block_tokens=int(cache.block_size),
+        layout=layout,
+        key_hash=f"{cache.prefix_caching_hash_algo}, seed {os.environ.get('PYTHONHASHSEED', '-')}",
+        parallel={
+            "tensor": parallel.tensor_parallel_size,
+            "pipeline": parallel.pipeline_parallel_size,
+            "prefill_context": getattr(parallel, "prefill_context_parallel_size", 1),
+            "decode_context": getattr(parallel, "decode_context_parallel_size", 1),
+        },
+        quantization=str(model.quantization or ""),
+        extra={
+            "vllm": str(vllm.__version__),
+            "model_dtype": str(model.dtype).removeprefix("torch."),
+            "model_config": _model_config(model),
+            "attention_backend": str(getattr(vllm_config.attention_config, "backend", "")),
+            "speculative": str(vllm_config.speculative_config or ""),
+            "calculate_kv_scales": bool(getattr(cache, "calculate_kv_scales", False)),
+            "lora": str(vllm_config.lora_config or ""),
+        },
+    )
+
+
+def random_hash_seed(vllm_config: Any) -> bool:
+    """Block hashes differ in every process, so that nothing stored is ever found again."""
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    return algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None
+
+
+def weights_fingerprint(model: str, revision: str | None) -> str:
+    """What distinguishes the weights: of a hub model its revision, of a directory its files.
+
+    Of a file count name, size and time of change, and samples of its content, so that weights
+    saved anew under the same name are other weights. A link to a content-addressed file, as in a
+    hub's cache, counts by its target's name.
+    """
+    directory = Path(model)
+    if not directory.is_dir():
+        return f"revision {revision or 'unknown'} of {model}"
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(directory.iterdir()):
+        if file.suffix not in _WEIGHT_SUFFIXES and file.suffix != ".json":
+            continue
+        digest.update(file.name.encode() + b"\0")
+        if file.is_symlink():
+            digest.update(os.path.basename(os.readlink(file)).encode() + b"\0")
+        else:
+            _add_file(digest, file)
+    return f"files {digest.hexdigest()}"
+
+
+def _add_file(digest: Any, path: Path) -> None:
+    status = path.stat()
+    digest.update(b"%d %d " % (status.st_size, status.st_mtime_ns))
+    step = max(_SAMPLE_BYTES, status.st_size // _SAMPLES_PER_FILE)
+    with path.open("rb") as file:
+        for offset in range(0, status.st_size, step):
+            file.seek(offset)
+            digest.update(file.read(_SAMPLE_BYTES))
+
+
+def _model_config(model: Any) -> str:
+    """A digest of the model's own configuration, overrides (RoPE and others) included."""
+    config = model.hf_config
+    text = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else ""
+    return hashlib.blake2b(
+        f"{text} {model.hf_overrides!r} {model.max_model_len}".encode(), digest_size=16
+    ).hexdigest()

@@ -1,0 +1,152 @@
+"""The scheduler's side under vLLM's offloading connector: its questions, answered by our tier.
+
+vLLM names *chunks*, one or several blocks under one key; a slot holds a block. So a chunk of
+several blocks is as many keys here, the chunk's with a number behind it, and is there when all
+are. Small blocks need no chunks for the disk's sake: the engine reads neighbours together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvdisk import RowStatus, TierConfig, TierScheduler
+from kvdisk.messages import Clear, RankOpened, RankReport, Transfer
+from kvdisk.metrics import TierCounters
+from kvdisk.serving.vllm.metrics import counters_since
+
+
+@dataclass
+class KVDiskLoadStoreSpec(LoadStoreSpec):  # type: ignore[misc]
+    """What a rank needs beside vLLM's block ids.
+
+    ``transfer`` is of ``row_count`` rows in all, a block each, in the order of the chunks;
+    ``transfer.positions`` says which of them it moves. Its block ids are the worker's to fill in.
+    ``group_ids`` has each chunk's KV cache group.
+    """
+
+    transfer: Transfer
+    row_count: int
+    group_ids: list[int]
+
+
+class KVDiskManager(OffloadingManager):  # type: ignore[misc]
+    """``scheduler`` owns the slots; what the ranks report comes in through ``apply``."""
+
+    def __init__(
+        self, config: TierConfig, block_bytes: int, *, world_size: int, blocks_per_chunk: int
+    ) -> None:
+        self.scheduler = TierScheduler(config, block_bytes, world_size=world_size)
+        self._blocks_per_chunk = blocks_per_chunk
+        self._stored: list[OffloadKey] = []
+        self._stores: dict[int, list[OffloadKey]] = {}
+        self._told = TierCounters(block_bytes=self.scheduler.counters.block_bytes)
+        self._clears: list[Clear] = []
+
+    # --- the ranks
+
+    def attach(self, opened: RankOpened) -> bool:
+        return self.scheduler.attach(opened)
+
+    def apply(self, reports: Iterable[RankReport]) -> None:
+        for report in reports:
+            self.scheduler.apply(report)
+        self.scheduler.take_source_free()  # vLLM waits for the ranks itself before it reuses blocks
+        for result in self.scheduler.take_finished():
+            chunks = self._stores.pop(result.transfer_id, None)
+            if chunks is None:
+                continue
+            stored = (result.statuses == RowStatus.OK).reshape(-1, self._blocks_per_chunk)
+            self._stored += [
+                chunk for chunk, ok in zip(chunks, stored.all(axis=1), strict=True) if ok
+            ]
+
+    def take_clears(self) -> list[Clear]:
+        """For every rank: make what is stored so far unreadable."""
+        clears, self._clears = self._clears, []
+        return clears
+
+    # --- vLLM's questions
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        found = self.scheduler.contains(self._rows([key]))
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        return CacheHitSource.DISK
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        rows = self._rows(keys)
+        return self._spec(self.scheduler.load(rows, [0] * len(rows)), list(keys))
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        wanted = list(keys)
+        rows = self._rows(wanted)
+        transfer = self.scheduler.store(rows, [0] * len(rows))
+        if not len(transfer):
+            # All there already, no room, or the disk sits out: vLLM shall go on, and not come back.
+            self.apply(())
+            return PrepareStoreOutput([], KVDiskLoadStoreSpec(transfer, 0, []), [])
+        per_chunk = self._blocks_per_chunk
+        chunk_of_row, row_of_chunk = np.divmod(transfer.positions, per_chunk)
+        kept = np.unique(chunk_of_row)
+        positions = np.searchsorted(kept, chunk_of_row) * per_chunk + row_of_chunk
+        chunks = [wanted[chunk] for chunk in kept.tolist()]
+        self._stores[transfer.id] = wanted
+        return PrepareStoreOutput(
+            chunks, self._spec(replace(transfer, positions=positions), chunks), []
+        )
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self.scheduler.touch(self._rows(keys))
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        stored, self._stored = self._stored, []
+        if stored:
+            yield OffloadingEvent(keys=stored, medium=Medium.STORAGE, removed=False)
+
+    def reset_cache(self) -> None:
+        self._clears.append(self.scheduler.clear())
+
+    def has_pending_work(self) -> bool:
+        return bool(self._clears)
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        now = self.scheduler.counters.copy()
+        stats = counters_since(self._told, now, self.scheduler.counts())
+        self._told = now
+        return stats
+
+    # --- steps of the above
+
+    def _rows(self, keys: Collection[OffloadKey]) -> list[bytes]:
+        if self._blocks_per_chunk == 1:
+            return list(keys)
+        numbers = [b"/%d" % number for number in range(self._blocks_per_chunk)]
+        return [bytes(key) + number for key in keys for number in numbers]
+
+    def _spec(self, transfer: Transfer, keys: list[OffloadKey]) -> KVDiskLoadStoreSpec:
+        groups = [int.from_bytes(key[-4:], "big") for key in keys]
+        return KVDiskLoadStoreSpec(transfer, len(keys) * self._blocks_per_chunk, groups)

@@ -1,0 +1,130 @@
+"""What vLLM's offloading connector asks of a medium: who manages it, who moves the blocks.
+
+The scheduler's process and every worker make the same ``KVDiskSpec`` from the same configuration.
+Options of ``kv_connector_extra_config`` that are not vLLM's own or named here are kvdisk's
+(``TierConfig``): a misspelt one is an error at start.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingSpec
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvdisk import ConfigError, Identity, TierConfig
+from kvdisk.serving.vllm.identity import identity_of, random_hash_seed
+from kvdisk.serving.vllm.manager import KVDiskManager
+from kvdisk.serving.vllm.metrics import metric_definitions
+from kvdisk.serving.vllm.worker import KVDiskWorker
+
+# Options that vLLM's own connector reads from the same place.
+_VLLM_OPTIONS: Final = frozenset(
+    {
+        "blocks_per_chunk",
+        "block_size",
+        "offload_prompt_only",
+        "self_describing_kv_events",
+        "canonical_layout",
+        "spec_name",
+        "spec_module_path",
+    }
+)
+_WEIGHTS: Final = "weights"
+
+_log = logging.getLogger("kvdisk")
+
+
+class KVDiskSpec(OffloadingSpec):  # type: ignore[misc]
+    """``tier_config`` and ``identity`` are the same in every process of the engine."""
+
+    def __init__(self, config: OffloadingConfig, vllm_config: Any) -> None:
+        super().__init__(config)
+        if config.canonical_layout:
+            raise ConfigError("canonical_layout is not supported: leave it out.")
+        self.tier_config = _tier_config(config, vllm_config)
+        self.block_bytes = int(config.worker_kv_bytes_per_block)
+        self.identity: Identity = identity_of(
+            vllm_config,
+            _layout_fields(config),
+            weights=str(config.extra_config.get(_WEIGHTS, "")),
+        )
+        self._manager: KVDiskManager | None = None
+        self._worker: KVDiskWorker | None = None
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return metric_definitions()
+
+    def get_manager(self) -> KVDiskManager:
+        if self._manager is None:
+            self._manager = KVDiskManager(
+                self.tier_config,
+                self.block_bytes,
+                world_size=self.config.parallel.world_size,
+                blocks_per_chunk=self.blocks_per_chunk,
+            )
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> KVDiskWorker:
+        if self._worker is None:
+            self._worker = KVDiskWorker(
+                kv_caches,
+                self.identity,
+                self.tier_config,
+                block_bytes=self.block_bytes,
+                rank=self.config.parallel.rank,
+                world_size=self.config.parallel.world_size,
+                blocks_per_chunk=self.blocks_per_chunk,
+            )
+        return self._worker
+
+
+def _tier_config(config: OffloadingConfig, vllm_config: Any) -> TierConfig:
+    options = {
+        name: value
+        for name, value in config.extra_config.items()
+        if name not in _VLLM_OPTIONS and name != _WEIGHTS
+    }
+    if random_hash_seed(vllm_config):
+        reason = (
+            f"{vllm_config.cache_config.prefix_caching_hash_algo} hashes blocks with a seed that "
+            "differs in every process, so stored blocks could not be found after a restart: set "
+            "PYTHONHASHSEED, or use --prefix-caching-hash-algo sha256"
+        )
+        if options.get("persist") is True:
+            raise ConfigError(f"persist=true cannot be had: {reason}.")
+        _log.warning("blocks are not kept for the next start: %s.", reason)
+        options["persist"] = False
+    tier_config = TierConfig.from_mapping(options)
+    parallel = config.parallel
+    if parallel.data_parallel_size <= 1:
+        return tier_config
+    return _share_of_replica(tier_config, parallel.data_parallel_index, parallel.data_parallel_size)
+
+
+def _share_of_replica(config: TierConfig, index: int, count: int) -> TierConfig:
+    """Each data-parallel replica schedules for itself, so it has a part of the disk to itself."""
+    return replace(
+        config,
+        paths=tuple(Path(path, f"replica-{index}-of-{count}") for path in config.paths),
+        capacity_bytes=config.capacity_bytes // count,
+    )
+
+
+def _layout_fields(config: OffloadingConfig) -> dict[str, object]:
+    groups: list[Mapping[str, object]] = [
+        {"tokens": group.tokens_per_block, "layers": list(group.layer_names)}
+        for group in config.groups
+    ]
+    return {
+        "order": config.kv_cache_layout or "",
+        "block_bytes": config.worker_kv_bytes_per_block,
+        "groups": groups,
+        "tokens_per_hash": config.cache.tokens_per_hash,
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
+    }
