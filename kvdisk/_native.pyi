@@ -1,4 +1,5 @@
-"""What native/bind.cpp exports. Meanings and units are said in kvdisk/transfer.py."""
+"""What native/bind.cpp exports. Meanings and units are said in kvdisk/transfer.py and
+kvdisk/slot_records.py."""
 
 from typing import Any, Final
 
@@ -12,6 +13,9 @@ record_page_bytes: Final[int]
 _U8 = npt.NDArray[np.uint8]
 _U64 = npt.NDArray[np.uint64]
 _I32 = npt.NDArray[np.int32]
+
+def record_states(records: _U8, first_slot: int, epoch: int) -> _U8: ...
+def payload_matches(record: _U8, payload: _U8) -> bool: ...
 
 class EngineOptions:
     slot_bytes: int

@@ -1,5 +1,5 @@
 // The whole boundary between Python and C++. It converts arguments and results and holds no logic;
-// what the calls mean is said in kvdisk/transfer.py, the only importer of this module.
+// what the calls mean is said in kvdisk/transfer.py and, for records, in kvdisk/slot_records.py.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -10,6 +10,7 @@
 
 #include "io/workload.hpp"
 #include "pipeline/engine.hpp"
+#include "pipeline/scrub.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -187,6 +188,27 @@ nb::tuple restored_tuple(kvdisk::Engine& engine) {
                           array_of(std::move(key_lengths)));
 }
 
+nb::object record_states(const Vector<std::uint8_t>& records, std::uint64_t first_slot,
+                         std::uint64_t epoch) {
+    std::vector<std::uint8_t> states(records.shape(0) / sizeof(kvdisk::SlotRecord));
+    {
+        const nb::gil_scoped_release release;
+        kvdisk::record_states(std::as_bytes(std::span{records.data(), records.shape(0)}),
+                              first_slot, epoch, states);
+    }
+    return array_of(std::move(states));
+}
+
+bool payload_matches(const Vector<std::uint8_t>& record_bytes,
+                     const Vector<std::uint8_t>& payload) {
+    kvdisk::SlotRecord record;
+    if (record_bytes.shape(0) != sizeof(record)) throw nb::value_error("a record has 128 bytes");
+    std::memcpy(&record, record_bytes.data(), sizeof(record));
+    const nb::gil_scoped_release release;
+    return kvdisk::payload_matches(record,
+                                   std::as_bytes(std::span{payload.data(), payload.shape(0)}));
+}
+
 kvdisk::Layout layout_of(
     const std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>>& regions,
     std::uint64_t block_count) {
@@ -205,6 +227,9 @@ NB_MODULE(_native, module) {
     module.attr("key_bytes_max") = kvdisk::key_bytes_max;
     module.attr("record_bytes") = sizeof(kvdisk::SlotRecord);
     module.attr("record_page_bytes") = kvdisk::record_page_bytes;
+
+    module.def("record_states", &record_states, "records"_a, "first_slot"_a, "epoch"_a);
+    module.def("payload_matches", &payload_matches, "record"_a, "payload"_a);
 
     nb::class_<kvdisk::EngineOptions>(module, "EngineOptions")
         .def(nb::init<>())
