@@ -158,10 +158,18 @@ def read_identity_fields(directory: Path, folder: int | None = None) -> dict[str
     """
     try:
         text = read_private(directory / NAMESPACE_FILE, _FILE_BYTES_MAX, folder)
+    except (OSError, ConfigError, DeviceError):
+        return None
+    return parse_identity(text)
+
+
+def parse_identity(text: bytes) -> dict[str, Any] | None:
+    """The fields in the text of a ``kvdisk.json``, or None when it does not prove itself."""
+    try:
         content = json.loads(text)
         found = content["identity"]
         digest = hashlib.blake2b(_canonical_json(found, "identity"), digest_size=32).hexdigest()
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, ConfigError, DeviceError):
+    except (ValueError, KeyError, TypeError, RecursionError, ConfigError):
         return None
     return found if isinstance(found, dict) and content.get("fingerprint") == digest else None
 

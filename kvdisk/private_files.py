@@ -14,6 +14,7 @@ import fcntl
 import os
 import stat
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -22,6 +23,7 @@ from kvdisk.errors import BusyError, ConfigError, DeviceError
 
 _OPEN_ATTEMPTS: Final = 16
 _SET_ASIDE_MAX: Final = 1000
+_LOCK_RETRY_S: Final = 0.02
 _NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -230,7 +232,12 @@ def _require_own_file(path: Path, status: os.stat_result) -> None:
 
 def _lock(file: int, path: Path) -> None:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # "kvdisk inspect" may try the lock for an instant: that must not stop a server.
+            time.sleep(_LOCK_RETRY_S)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         holder = lock_holder(file)
         who = f"process {holder}" if holder else "a process that cannot be seen from here"

@@ -11,7 +11,6 @@ error, 1 with one, 2 when there is no such directory.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ import click
 
 from kvdisk import __version__
 from kvdisk.cli import EXIT_BAD_VERDICT
+from kvdisk.cli.text import printable
 from kvdisk.errors import ConfigError
 from kvdisk.probe import Check, run_checks
 
@@ -56,9 +56,9 @@ def _require_directory(path: Path) -> None:
         path.stat()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"{_printable(path)}: {reason}. Name an existing directory.") from None
+        raise ConfigError(f"{printable(path)}: {reason}. Name an existing directory.") from None
     if not path.is_dir():
-        raise ConfigError(f"{_printable(path)} is not a directory. Name an existing directory.")
+        raise ConfigError(f"{printable(path)} is not a directory. Name an existing directory.")
 
 
 def _as_json(path: Path, checks: Sequence[Check], status: str) -> str:
@@ -83,7 +83,7 @@ def _as_json(path: Path, checks: Sequence[Check], status: str) -> str:
 def _print_lines(path: Path, checks: Sequence[Check]) -> None:
     counts = Counter(check.status for check in checks)
     summary = ", ".join(f"{counts[s]} {s}" for s in reversed(_GRAVEST_FIRST))
-    summary = f"{summary}: kvdisk {__version__} in {_printable(path.absolute())}"
+    summary = f"{summary}: kvdisk {__version__} in {printable(path.absolute())}"
     if sys.stdout.isatty():
         _print_table(checks, summary)
         return
@@ -100,9 +100,9 @@ def _print_table(checks: Sequence[Check], summary: str) -> None:
 
     table = Table.grid(padding=(0, 1))
     for check in checks:
-        text = Text(_printable(check.found))
+        text = Text(printable(check.found))
         if check.remedy is not None:
-            text.append(f"\nTo do: {_printable(check.remedy)}", style="bold")
+            text.append(f"\nTo do: {printable(check.remedy)}", style="bold")
         table.add_row(Text(check.status, style=_COLOURS[check.status]), Text(check.name), text)
     console = Console(highlight=False)
     console.print(table)
@@ -110,11 +110,5 @@ def _print_table(checks: Sequence[Check], summary: str) -> None:
 
 
 def _sentence(check: Check) -> str:
-    found = _printable(check.found)
-    return found if check.remedy is None else f"{found}. To do: {_printable(check.remedy)}"
-
-
-def _printable(text: str | Path) -> str:
-    """Without control characters or bytes that are no UTF-8: names come from strangers."""
-    shown = os.fspath(text) if isinstance(text, Path) else text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+    found = printable(check.found)
+    return found if check.remedy is None else f"{found}. To do: {printable(check.remedy)}"

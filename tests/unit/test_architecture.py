@@ -43,6 +43,7 @@ GROUPS = {
         "tier",
         "testing",
     },
+    "upkeep": {"slot_records", "looking", "survey", "scrub", "cleanup"},
     "bench": {"bench"},
     "serving": {"serving"},
     "cli": {"cli", "__main__"},
@@ -56,14 +57,15 @@ BELOW: Mapping[str, Set[str]] = {
     "slots": {"base"},
     "transfer": {"base", "files"},
     "tier": {"base", "probe", "files", "slots", "transfer"},
+    "upkeep": {"base", "files", "tier"},
     "bench": {"base", "probe", "files", "slots", "transfer", "tier"},
     "serving": {"base", "slots", "transfer", "tier"},
-    "cli": {"base", "probe", "files", "slots", "transfer", "tier", "bench"},
+    "cli": {"base", "probe", "files", "slots", "transfer", "tier", "bench", "upkeep"},
 }
 
 # The engine has one face. The raw benchmark measures the backend below the engine, so it has to
-# reach past it.
-NATIVE_IMPORTERS = {"kvdisk.transfer", "kvdisk.bench.raw"}
+# reach past it; and who looks at files from outside needs the proof of records, not an engine.
+NATIVE_IMPORTERS = {"kvdisk.transfer", "kvdisk.bench.raw", "kvdisk.slot_records"}
 
 CODE_LINES_MAX = 500
 TEST_LINES_MAX = 800
