@@ -42,15 +42,13 @@ class Lock:
         return f"in use by process {self.holder}" if self.holder else "in use, by whom is unseen"
 
 
-def open_directory(path: Path, name: str | None = None, parent: int | None = None) -> int:
-    """A descriptor of a directory: of ``path``, or of ``name`` in ``parent``, then no link.
+def open_directory(path: str | Path, parent: int | None = None, *, follow: bool = True) -> int:
+    """A descriptor of a directory, below ``parent`` if given; ``follow``: it may be a link.
 
     Raises OSError.
     """
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    if name is None:
-        return os.open(path, flags)
-    return os.open(name, flags | os.O_NOFOLLOW, dir_fd=parent)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    return os.open(path, flags, dir_fd=parent)
 
 
 def require_directory(path: Path) -> None:

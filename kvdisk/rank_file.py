@@ -304,7 +304,7 @@ class _Opening:
                 )
             else:
                 self.found = header
-        ours = self.found is not None or self._record_file_was_ours or _has_mark(self.data.file)
+        ours = self.found is not None or self._record_file_was_ours or has_mark(self.data.file)
         if self.data.size_bytes and not ours:
             self.data = self._replace(self.data, "it has no record file and not our mark")
 
@@ -405,7 +405,8 @@ def _identity(header: RankHeader) -> tuple[int, int, bytes]:
     return header.rank, header.world_size, header.fingerprint
 
 
-def _has_mark(file: int) -> bool:
+def has_mark(file: int) -> bool:
+    """Whether an open data file is one of ours."""
     try:
         return os.getxattr(file, _DATA_MARK) == _DATA_MARK_VALUE
     except OSError:

@@ -66,6 +66,11 @@ class RankHeader:
         return (fields + _checksum(fields)).ljust(HEADER_BYTES, b"\0")
 
 
+def is_marked(page: bytes) -> bool:
+    """Whether a page was once our header, damaged or not."""
+    return page[: len(_MAGIC)] == _MAGIC
+
+
 def parse_header(page: bytes) -> RankHeader | str:
     """The header, or in a few words why this page is none."""
     if len(page) < HEADER_BYTES:

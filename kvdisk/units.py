@@ -10,7 +10,7 @@ Sizes
     ``kB KB MB GB TB PB`` are powers of 1000, as disk vendors count.
     ``B`` or no unit: bytes.
 Durations
-    ``ns us ms s min h``; a bare number is refused, since nobody can tell what it means.
+    ``ns us ms s min h d``; a bare number is refused, since nobody can tell what it means.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ _DURATION_UNITS: Final[dict[str, int]] = {
     "s": 10**9,
     "min": 60 * 10**9,
     "h": 3600 * 10**9,
+    "d": 24 * 3600 * 10**9,
 }
 _NUMBER_AND_UNIT: Final = re.compile(r"([0-9]{1,24}(?:\.[0-9]{1,24})?)\s*([A-Za-z]*)", re.ASCII)
 
