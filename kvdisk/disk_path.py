@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -67,14 +68,23 @@ class DiskPath:
     """Path ``index`` of a worker. Use ``open``; one thread calls it."""
 
     def __init__(
-        self, index: int, file: RankFile, layout: Layout, config: TierConfig, wake_fd: int
+        self,
+        index: int,
+        file: RankFile,
+        layout: Layout,
+        config: TierConfig,
+        wake_fd: int,
+        *,
+        direct_stores: bool = False,
     ) -> None:
         """Takes ``file`` over, unless it raises. ``wake_fd``, an eventfd, tells of background."""
         self.index = index
         self.file = file
-        self.engine = TransferEngine.open(layout, file, config)
-        self._layout = layout
         self._config = config
+        self._open_engine = partial(
+            TransferEngine.open, layout, file, config, direct_stores=direct_stores
+        )
+        self.engine = self._open_engine()
         self._background: Background[_Probed | _Cleared] = Background(wake_fd)
         self._health = PathHealth()
         self._sent: dict[int, _Sent] = {}
@@ -95,6 +105,8 @@ class DiskPath:
         rank: int,
         world_size: int,
         wake_fd: int,
+        *,
+        direct_stores: bool = False,
     ) -> DiskPath:
         """Open or make the rank's file below ``config.paths[index]``, and prove that it works.
 
@@ -115,7 +127,7 @@ class DiskPath:
             note = self_test(directory, file.mode, placement.slot_bytes, config)
             if note is not None:
                 _log.warning("%s", note)
-            return cls(index, file, layout, config, wake_fd)
+            return cls(index, file, layout, config, wake_fd, direct_stores=direct_stores)
         except BaseException:
             file.close()
             raise
@@ -270,7 +282,7 @@ class DiskPath:
 
     def _begin_clear(self) -> None:
         self._clearing = True
-        file, engine, layout, config = self.file, self.engine, self._layout, self._config
+        file, engine, open_engine = self.file, self.engine, self._open_engine
 
         def clear() -> _Cleared:
             while True:
@@ -284,7 +296,7 @@ class DiskPath:
                     time.sleep(_CLEAR_RETRY_S)
             engine.close(_CLEAR_CLOSE_S)
             last = engine.poll()
-            return _Cleared(TransferEngine.open(layout, file, config), last)
+            return _Cleared(open_engine(), last)
 
         self._background.start(clear, f"kvdisk-clear-{self.index}")
 

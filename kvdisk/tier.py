@@ -72,15 +72,19 @@ class DiskTier:
         identity: Identity,
         config: TierConfig,
         *,
+        direct_stores: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> DiskTier:
         """A tier for the blocks of ``layout``, with what earlier runs of ``identity`` left.
+
+        ``direct_stores``: blocks in aligned host memory, each filling its slot, are written from
+        where they are. They must then stay unchanged until the store has ended.
 
         Raises ConfigError (an option, the directory or the size cannot work), BusyError (another
         process has it open) or DeviceError (the disk does not do what is needed).
         """
         scheduler = TierScheduler(config, layout.block_bytes, clock=clock)
-        worker = TierWorker.open(layout, identity, config, clock=clock)
+        worker = TierWorker.open(layout, identity, config, direct_stores=direct_stores, clock=clock)
         try:
             opened = worker.take_opened()
             scheduler.attach(opened)
@@ -102,6 +106,10 @@ class DiskTier:
     def readable(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Which of ``keys`` could be loaded now, one by one."""
         return self._scheduler.readable(keys)
+
+    def contains(self, keys: Sequence[bytes]) -> bool:
+        """Whether all of a few ``keys`` could be loaded now. Cheaper than ``lookup`` for one."""
+        return self._scheduler.contains(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """``keys``, the head of the prefix first, are used again, as far as they are here."""

@@ -208,7 +208,14 @@ class TransferEngine:
         self.slot_count = slot_count
 
     @classmethod
-    def open(cls, layout: Layout, rank_file: RankFile, config: TierConfig) -> TransferEngine:
+    def open(
+        cls,
+        layout: Layout,
+        rank_file: RankFile,
+        config: TierConfig,
+        *,
+        direct_stores: bool = False,
+    ) -> TransferEngine:
         """An engine for one rank's files with an operator's settings.
 
         Raises as the constructor, and ConfigError when the ring does not fit memory.
@@ -235,6 +242,7 @@ class TransferEngine:
             load_reserve=min(int(buffers * config.load_reserve), buffers - 1),
             store_depth_beside_loads=config.store_depth_beside_loads,
             store_queue_bytes=config.store_queue_bytes,
+            direct_stores=direct_stores,
         )
 
     # --- moving blocks

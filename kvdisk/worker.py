@@ -110,11 +110,13 @@ class TierWorker:
         rank: int = 0,
         world_size: int = 1,
         block_bytes: int | None = None,
+        direct_stores: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> TierWorker:
         """Open the files of ``rank`` (the engine's global rank) on every path of ``config``.
 
-        ``block_bytes`` is the largest block of any rank, where ranks differ. One of several paths
+        ``block_bytes`` is the largest block of any rank, where ranks differ. ``direct_stores``:
+        blocks in aligned host memory are written without a copy. One of several paths
         that fails is left out with a warning; its slots are misses.
 
         Raises ConfigError, BusyError or DeviceError when this cannot work.
@@ -129,7 +131,15 @@ class TierWorker:
             for index in range(len(config.paths)):
                 try:
                     paths[index] = DiskPath.open(
-                        index, layout, identity, share, placement, rank, world_size, wake_fd
+                        index,
+                        layout,
+                        identity,
+                        share,
+                        placement,
+                        rank,
+                        world_size,
+                        wake_fd,
+                        direct_stores=direct_stores,
                     )
                 except DeviceError as error:
                     if len(config.paths) == 1:

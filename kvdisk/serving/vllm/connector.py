@@ -8,7 +8,6 @@ asserts that no load ever fails.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
     OffloadingConnectorWorker,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.logger import init_logger
 
 from kvdisk.messages import Clear, RankOpened, RankReport
 from kvdisk.serving.vllm.manager import KVDiskManager
@@ -40,7 +40,7 @@ from kvdisk.serving.vllm.spec import KVDiskSpec
 from kvdisk.serving.vllm.worker import KVDiskWorker
 from kvdisk.tier import opening_line
 
-_log = logging.getLogger("kvdisk")
+logger = init_logger("vllm.kvdisk")  # vLLM shows its own loggers only
 
 
 @dataclass
@@ -147,7 +147,7 @@ class KVDiskConnector(OffloadingConnector):  # type: ignore[misc]
         assert self.connector_worker is not None
         opened = self.connector_worker.worker.opened
         recovered = len(opened.restored_slots)
-        _log.info("rank %d: %s", opened.rank, opening_line(opened.facts, recovered))
+        logger.info("rank %d: %s", opened.rank, opening_line(opened.facts, recovered))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         if self.connector_worker is None:
@@ -161,7 +161,7 @@ class KVDiskConnector(OffloadingConnector):  # type: ignore[misc]
             assert isinstance(handshake, KVDiskHandshake)
             if self.manager.attach(handshake.opened):
                 counters = self.manager.scheduler.counters
-                _log.info("all ranks are open; %d blocks are there already", counters.restored)
+                logger.info("all ranks are open; %d blocks are there already", counters.restored)
 
     # --- each step
 
@@ -206,7 +206,7 @@ def _require_recompute(vllm_config: Any) -> None:
     """A miss must never fail a request. Read by vLLM's scheduler after it has made us."""
     config = vllm_config.kv_transfer_config
     if config.kv_load_failure_policy != "recompute":
-        _log.info(
+        logger.info(
             'kv_load_failure_policy is "%s"; kvdisk sets it to "recompute", so that a block that '
             "cannot be loaded is computed again",
             config.kv_load_failure_policy,

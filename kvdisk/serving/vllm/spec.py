@@ -7,12 +7,12 @@ Options of ``kv_connector_extra_config`` that are not vLLM's own or named here a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
@@ -36,7 +36,7 @@ _VLLM_OPTIONS: Final = frozenset(
 )
 _WEIGHTS: Final = "weights"
 
-_log = logging.getLogger("kvdisk")
+logger = init_logger("vllm.kvdisk")
 
 
 class KVDiskSpec(OffloadingSpec):  # type: ignore[misc]
@@ -98,7 +98,7 @@ def _tier_config(config: OffloadingConfig, vllm_config: Any) -> TierConfig:
         )
         if options.get("persist") is True:
             raise ConfigError(f"persist=true cannot be had: {reason}.")
-        _log.warning("blocks are not kept for the next start: %s.", reason)
+        logger.warning("blocks are not kept for the next start: %s.", reason)
         options["persist"] = False
     tier_config = TierConfig.from_mapping(options)
     parallel = config.parallel

@@ -1,0 +1,212 @@
+"""``KVDiskTier``: the disk below vLLM's own RAM tier (``TieringOffloadingSpec``).
+
+vLLM moves chunks between the GPU and its RAM tier; this moves whole rows of that memory, all ranks
+of a chunk in one, to slots and back. It lives in the scheduler's process, on vLLM's thread, and
+never waits there: stores go straight from the RAM tier's memory, loads through a buffer of ours,
+so that a disk that hangs cannot write into memory that vLLM has given to somebody else.
+
+Whose blocks these are follows from the engine's configuration, which vLLM does not hand to a
+secondary tier. ``KVDiskTieringConnector`` passes it on. Without it nothing is kept for the next
+start, unless the operator names the content with the option ``identity``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from typing import Any, ClassVar, Final
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvdisk import DiskTier, Identity, Layout, RowStatus, TierConfig
+from kvdisk.metrics import TierCounters
+from kvdisk.serving.vllm.identity import identity_of, random_hash_seed, weights_fingerprint
+from kvdisk.serving.vllm.metrics import counters_since, metric_definitions
+from kvdisk.tier import opening_line
+
+_DRAIN_LIMIT_S: Final = 60.0
+
+logger = init_logger("vllm.kvdisk")
+
+# The engine's configuration, from the connector to the tier that is made a moment later.
+_engine_config: list[Any] = []
+
+
+class KVDiskTieringConnector(OffloadingConnector):  # type: ignore[misc]
+    """vLLM's offloading connector, which lets ``KVDiskTier`` know whose blocks it keeps."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        _engine_config[:] = [vllm_config]
+        super().__init__(vllm_config, role, kv_cache_config)
+
+
+class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]
+    """``options`` are ``TierConfig``'s, ``weights`` and ``identity``; see docs/vllm.md."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        enable_kv_events: bool = False,
+        locality: str | None = "LOCAL",
+        weights: str = "",
+        identity: str = "",
+        **options: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = None if locality is None else Locality(locality)
+        layout = _layout_of(primary_kv_view)
+        config, content = _settings(offloading_spec, layout, weights, identity, options)
+        self._tier = DiskTier.open(layout, content, config, direct_stores=_is_aligned(layout))
+        health = self._tier.health()
+        logger.info("%s", opening_line(health.facts, self._tier.stats().counters.restored))
+        self._jobs: dict[int, tuple[TransferJob, bool]] = {}  # by our transfer; whether a load
+        self._finished: list[JobResult] = []
+        self._events_wanted = enable_kv_events
+        self._events: list[OffloadingEvent] = []
+        self._told = TierCounters(block_bytes=layout.block_bytes)
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return metric_definitions()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return LookupResult.HIT if self._tier.contains([key]) else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        keys = list(job_metadata.keys)
+        transfer_id = self._tier.store(keys, np.asarray(job_metadata.chunk_ids))
+        self._jobs[transfer_id] = (job_metadata, False)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        keys = list(job_metadata.keys)
+        transfer_id = self._tier.load(keys, np.asarray(job_metadata.chunk_ids))
+        self._jobs[transfer_id] = (job_metadata, True)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._poll()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _poll(self) -> None:
+        for result in self._tier.poll().finished:
+            job, is_load = self._jobs.pop(result.transfer_id)
+            keys = list(job.keys)
+            good = result.statuses == RowStatus.OK
+            if not is_load:
+                good |= result.statuses == RowStatus.BUSY  # another store of it is under way
+            moved = [key for key, ok in zip(keys, good.tolist(), strict=True) if ok]
+            if not is_load and self._events_wanted and moved:
+                self._events.append(OffloadingEvent(moved, self.medium, False, self.locality))
+            self._finished.append(
+                JobResult(
+                    job_id=job.job_id,
+                    success=len(moved) == len(keys),
+                    successful_keys=moved if is_load else None,
+                    transfer_time=time.monotonic() - job.submit_time,
+                    transfer_bytes=len(moved) * self.block_size_bytes,
+                )
+            )
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._tier.touch(list(keys))
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def drain_jobs(self) -> None:
+        """Every transfer ends by its deadline, so this does too."""
+        until = time.monotonic() + _DRAIN_LIMIT_S
+        while self._jobs and time.monotonic() < until:
+            self._tier.wait(1.0)
+            self._poll()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        stats = self._tier.stats()
+        changed = counters_since(self._told, stats.counters, stats.slots)
+        self._told = stats.counters
+        return changed
+
+    def shutdown(self) -> None:
+        self._tier.close()
+
+
+def _layout_of(primary_kv_view: memoryview) -> Layout:
+    """The rows of the RAM tier. vLLM owns the memory and outlives us, so nothing is kept alive."""
+    rows = np.asarray(primary_kv_view)
+    assert rows.ndim == 2, "the RAM tier has one row for each chunk"
+    # A plain description: a tensor kept by us would stop vLLM from releasing its memory.
+    described = Layout.from_tensors(rows)
+    return Layout(described.regions, described.block_count, described.block_bytes)
+
+
+def _is_aligned(layout: Layout) -> bool:
+    region = layout.regions[0]
+    return all(
+        value % 4096 == 0
+        for value in (region.address, region.block_stride_bytes, layout.block_bytes)
+    )
+
+
+def _settings(
+    spec: Any, layout: Layout, weights: str, identity: str, options: dict[str, Any]
+) -> tuple[TierConfig, Identity]:
+    config = spec.config
+    fields: dict[str, object] = {
+        "rows": layout.fingerprint_fields(),
+        "order": config.kv_cache_layout or "",
+        "groups": [
+            {"tokens": group.tokens_per_block, "layers": list(group.layer_names)}
+            for group in config.groups
+        ],
+        "tokens_per_hash": config.cache.tokens_per_hash,
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
+        "world_size": config.parallel.world_size,
+        "operator": identity,
+    }
+    if _engine_config:
+        engine = _engine_config[0]
+        if random_hash_seed(engine):
+            logger.warning("kvdisk: block hashes have a random seed, so nothing is kept for later.")
+            options["persist"] = False
+        return TierConfig.from_mapping(options), identity_of(engine, fields, weights=weights)
+    if not identity and options.get("persist") is not False:
+        logger.warning(
+            "kvdisk: nothing is kept for the next start, because what changes the blocks' bytes is "
+            "not known here: use kv_connector=KVDiskTieringConnector from kvdisk.serving.vllm, or "
+            'name the content with the option "identity".'
+        )
+        options["persist"] = False
+    content = Identity(
+        model=config.model.name,
+        weights=weights or weights_fingerprint(config.model.name, None),
+        dtype=config.model.dtype,
+        block_tokens=config.groups[0].tokens_per_block,
+        layout=fields,
+        key_hash="vLLM's",
+        parallel={"tensor": config.parallel.tp_size, "pipeline": config.parallel.pp_size},
+    )
+    return TierConfig.from_mapping(options), content
