@@ -165,6 +165,7 @@ nb::dict stats_dict(const kvdisk::EngineStats& stats) {
     result["submit_retries"] = stats.backend.submit_retries;
     result["completion_overflows"] = stats.backend.overflows;
     result["copier"] = stats.copier_name;
+    result["copier_note"] = stats.copier_note;
     result["fresh"] = stats.fresh;
     return result;
 }
@@ -237,6 +238,7 @@ NB_MODULE(_native, module) {
              [](kvdisk::EngineOptions& options,
                 const std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>>& regions,
                 std::uint64_t block_count) { options.layout = layout_of(regions, block_count); })
+        .def_rw("device", &kvdisk::EngineOptions::device)
         .def_rw("slot_bytes", &kvdisk::EngineOptions::slot_bytes)
         .def_rw("slot_count", &kvdisk::EngineOptions::slot_count)
         .def_rw("data_fd", &kvdisk::EngineOptions::data_fd)

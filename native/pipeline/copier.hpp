@@ -1,5 +1,5 @@
 // What moves a block's bytes between device memory and a bounce buffer. `host` is memcpy in bounded
-// steps; `cuda` (driver API) is to come behind the same seam.
+// steps, `cuda` the driver's copies.
 //
 // What always holds, for every copier:
 //   * Each started copy yields exactly one completion, unless `cancel` returned true for it.
@@ -8,14 +8,16 @@
 //     neither touches a byte beyond the layout's segments or the first `block_bytes` of the buffer.
 //   * A copier that hashes gives each completion without an error the checksum of the bytes that it
 //     moved. One that does not leaves that to the pipeline, which hashes the buffer.
-//   * All calls come from the pipeline's thread.
+//   * All calls come from the pipeline's thread. A copier is destroyed when no copy is in flight.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <span>
+#include <string>
 
 #include "pipeline/layout.hpp"
 
@@ -45,12 +47,15 @@ class Copier {
 
     virtual const char* name() const noexcept = 0;
 
+    // How it copies, in a few words, once attached.
+    virtual std::string note() const { return {}; }
+
     // Binds the copier to the calling thread (a device is made current there). `wake` may be called
     // from any thread when a copy has finished.
     virtual void attach(std::function<void()> wake) = 0;
 
     // Whether the caller's event has happened: the source may be read. 0 is "no event". For `host`
-    // an event is a file descriptor that becomes readable (an eventfd).
+    // an event is a file descriptor that becomes readable (an eventfd), for `cuda` a CUevent.
     virtual Readiness poll_event(std::uint64_t event) = 0;
 
     // Whether copies yield checksums: so it is where the bytes pass through a core's caches anyway.
@@ -67,6 +72,10 @@ class Copier {
 
     // True when `reap` itself has work to do, so that the caller must not sleep.
     virtual bool busy() const noexcept = 0;
+
+    // When to call `reap` again at the latest, on the monotonic clock.
+    static constexpr std::int64_t never_look = std::numeric_limits<std::int64_t>::max();
+    virtual std::int64_t look_at_ns() const noexcept { return never_look; }
 
     // Stops a copy. True: nothing of it touches the block or the buffer any more and no completion
     // comes. False: it cannot be stopped; its completion will come.

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "pipeline/cuda_driver.hpp"
 #include "pipeline/memory.hpp"
 #include "pipeline/shard.hpp"
 
@@ -65,11 +66,20 @@ void check_options(const EngineOptions& options) {
     require(options.record_offset % 4096 == 0, "record_offset must be a multiple of 4096");
     if (options.direct_stores || options.direct_loads) {
         const Region& region = layout.regions.front();
+        require(options.device == "cpu", "the direct path is for blocks in host memory");
         require(layout.regions.size() == 1 && block_bytes == options.slot_bytes &&
                     reinterpret_cast<std::uintptr_t>(region.base) % options.alignment == 0 &&
                     region.block_stride_bytes % options.alignment == 0,
                 "the direct path needs one region of aligned blocks that fill their slots");
     }
+}
+
+// With the device by its index, found on the caller's thread: "cuda" means what is current there.
+EngineOptions resolved(EngineOptions options) {
+    if (options.device != "cpu") {
+        options.device = "cuda:" + std::to_string(cuda::resolve_device(options.device));
+    }
+    return options;
 }
 
 // The record file as it is, in whole pages. What lies beyond its end is empty.
@@ -100,14 +110,16 @@ std::vector<SlotRecord> restore(SlotRecords& records, const EngineOptions& optio
 
 }  // namespace
 
-Engine::Engine(const EngineOptions& options) : options_(options), process_id_(::getpid()) {
-    check_options(options);
+Engine::Engine(const EngineOptions& options)
+    : options_(resolved(options)), process_id_(::getpid()) {
+    check_options(options_);
     auto records = std::make_shared<SlotRecords>(options.slot_count, options.epoch);
     restored_ = restore(*records, options);
     const std::uint64_t sequence_next = records->sequence_max() + 1;
     outbox_ = std::make_shared<Outbox>();
     for (std::uint32_t index = 0; index < options.shards; ++index) {
-        shards_.push_back(std::make_shared<Shard>(options, index, records, outbox_, sequence_next));
+        shards_.push_back(
+            std::make_shared<Shard>(options_, index, records, outbox_, sequence_next));
     }
     try {
         for (const auto& shard : shards_) shard->start();

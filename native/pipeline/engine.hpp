@@ -24,6 +24,7 @@ namespace kvdisk {
 
 struct EngineOptions {
     Layout layout;
+    std::string device = "cpu";  // where the blocks lie: cpu, cuda (the caller's current), cuda:N
     std::uint64_t slot_bytes = 0;
     std::uint64_t slot_count = 0;
     int data_fd = -1;                 // borrowed at open: the engine works on duplicates
@@ -65,7 +66,7 @@ struct EngineStats {
     std::uint64_t transfers_open = 0;
     std::uint64_t stores_refused = 0;     // transfers turned away at submit
     std::uint64_t store_queue_bytes = 0;  // waiting for a buffer
-    std::string backend_name, backend_reason, copier_name;
+    std::string backend_name, backend_reason, copier_name, copier_note;
     bool fresh = true;  // false: a shard did not answer in time; its last figures are shown
 
     void merge(const EngineStats& shard);  // adds one shard's
@@ -121,7 +122,7 @@ class Engine {
     void end_remaining_jobs();
     void check_rows(const std::vector<Row>& rows) const;
 
-    EngineOptions options_;
+    EngineOptions options_;  // with its device resolved
     std::vector<SlotRecord> restored_;
     std::shared_ptr<Outbox> outbox_;
     std::vector<std::shared_ptr<Shard>> shards_;

@@ -88,7 +88,7 @@ std::int64_t Pipeline::next_time(std::int64_t now) const noexcept {
         list(Stage::verifying, Direction::load).size > 0) {
         return now;
     }
-    std::int64_t next = expiry_next_ns_;
+    std::int64_t next = std::min(expiry_next_ns_, copier_.look_at_ns());
     if (const std::int64_t end_by_ns = end_by_ns_; now < end_by_ns)
         next = std::min(next, end_by_ns);
     if (!waiting_events_.empty()) next = std::min(next, event_poll_at_ns_);

@@ -32,6 +32,9 @@ class Ring {
         return memory_.data() + buffer * buffer_bytes_;
     }
 
+    // All of it, which a device can map as one.
+    std::span<std::byte> memory() const noexcept { return memory_.span(); }
+
     // The memory in pieces of at most 1 GiB (what one registered buffer may have), no buffer across
     // two.
     std::vector<std::span<std::byte>> areas() const;

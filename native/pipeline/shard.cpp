@@ -13,6 +13,8 @@
 
 #include "io/choose.hpp"
 #include "io/signals.hpp"
+#include "pipeline/copy_cuda.hpp"
+#include "pipeline/cuda_driver.hpp"
 
 namespace kvdisk {
 
@@ -55,6 +57,14 @@ std::vector<std::span<std::byte>> direct_areas(const Layout& layout) {
                            (last - first) * region.block_stride_bytes + region.segment_bytes);
     }
     return areas;
+}
+
+std::unique_ptr<Copier> make_copier(const EngineOptions& options, const Ring& ring) {
+    const std::uint32_t depth = options.buffers * options.rows_per_buffer;
+    if (options.device == "cpu") return make_host_copier(options.layout, depth);
+    return make_cuda_copier(
+        options.layout,
+        {.device = cuda::resolve_device(options.device), .buffers = ring.memory(), .depth = depth});
 }
 
 }  // namespace
@@ -108,7 +118,7 @@ Shard::Shard(const EngineOptions& options, std::uint32_t index,
     io::ChosenBackend chosen = io::choose_backend(backend_options, options.backend);
     backend_ = std::move(chosen.backend);
     backend_reason_ = std::move(chosen.reason);
-    copier_ = make_host_copier(options.layout, options.buffers * options.rows_per_buffer);
+    copier_ = make_copier(options, *ring_);
     pipeline_ =
         std::make_unique<Pipeline>(pipeline, *ring_, *records_, record_staging_.span(), *backend_,
                                    *copier_, clock_, sequence_next + index, options.shards);
@@ -314,6 +324,7 @@ void Shard::answer_stats(bool final) {
     stats_.backend = backend_->stats();
     stats_.backend_name = backend_->name();
     stats_.copier_name = copier_->name();
+    stats_.copier_note = copier_->note();
     stats_.ring = ring_->counts();
     stats_wanted_ = false;
     stats_ready_.notify_all();

@@ -38,6 +38,7 @@ void EngineStats::merge(const EngineStats& shard) {
     pinned_bytes += shard.pinned_bytes;
     backend_name = shard.backend_name;
     copier_name = shard.copier_name;
+    copier_note = shard.copier_note;
 }
 
 }  // namespace kvdisk

@@ -1,0 +1,26 @@
+// How to make the copier for blocks in device memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "pipeline/copier.hpp"
+
+namespace kvdisk {
+
+struct CudaCopierOptions {
+    int device = 0;                // as cuda::resolve_device gives it
+    std::span<std::byte> buffers;  // the memory that all buffers lie in; outlives the copier
+    std::uint32_t depth = 1;       // most copies started and not yet reaped
+    // Segments below this go through the gather kernel, others through the copy engines (docs/adr).
+    std::uint64_t kernel_below_bytes = 64 * 1024;
+    std::uint32_t kernel_ctas = 8;
+    bool batched = true;  // false: as with a driver that has no batched copies
+};
+
+// Throws std::system_error when the device cannot be had.
+std::unique_ptr<Copier> make_cuda_copier(const Layout& layout, const CudaCopierOptions& options);
+
+}  // namespace kvdisk
