@@ -43,8 +43,9 @@ class Layout:
     """How a block's bytes are gathered: its segments, region after region.
 
     ``block_count`` blocks of ``block_bytes`` each, the sum of the regions' segments. ``device`` is
-    "cpu" or the tensors' device such as "cuda:1". ``owners`` keeps the memory alive. Raises
-    LayoutError when the regions overlap or do not add up.
+    "cpu" or the tensors' device such as "cuda:1"; an index or a torch.device becomes that, and
+    "cuda" is whatever is current on the thread that opens an engine. ``owners`` keeps the memory
+    alive. Raises LayoutError when the regions overlap or do not add up.
     """
 
     regions: tuple[Region, ...]
@@ -55,6 +56,9 @@ class Layout:
     _content: Mapping[str, object] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        given: object = self.device
+        device = f"cuda:{given}" if isinstance(given, int) else str(given)
+        object.__setattr__(self, "device", device)
         if self.block_count < 1:
             raise LayoutError(f"block_count={self.block_count}: there must be at least one block.")
         if not self.regions:

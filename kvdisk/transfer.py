@@ -1,8 +1,8 @@
 """The typed face of the native engine: batches of blocks to and from slots.
 
-``TransferEngine`` moves blocks between the memory that a ``Layout`` describes and the slots of one
-rank's files. It decides nothing: which key lives in which slot is the caller's business. What
-always holds:
+``TransferEngine`` moves blocks between the memory that a ``Layout`` describes, of the host or of a
+GPU, and the slots of one rank's files. It decides nothing: which key lives in which slot is the
+caller's business. What always holds:
 
 * A call never waits for the disk; only ``wait`` and ``close`` block, both with a limit.
 * A transfer that was accepted ends exactly once, within its deadline plus a small slack, with one
@@ -161,16 +161,13 @@ class TransferEngine:
         direct_stores: bool = False,
         direct_loads: bool = False,
     ) -> None:
-        if layout.device != "cpu":
-            raise ConfigError(
-                f"the blocks are on {layout.device}: this build copies host memory only."
-            )
         options = _native.EngineOptions()
         options.set_layout(
             [(r.address, r.block_stride_bytes, r.segment_bytes) for r in layout.regions],
             layout.block_count,
         )
         settings: dict[str, object] = {
+            "device": layout.device,
             "slot_bytes": slot_bytes,
             "slot_count": slot_count,
             "data_fd": data_fd,
@@ -203,6 +200,7 @@ class TransferEngine:
         except RuntimeError as error:
             raise DeviceError(f"the engine cannot be opened: {error}", op="open") from error
         self._layout = layout
+        self._events: dict[int, object] = {}  # of stores whose source is not free yet
         self._closed = False
         self.slot_bytes = slot_bytes
         self.slot_count = slot_count
@@ -255,20 +253,25 @@ class TransferEngine:
         *,
         timeout_s: float | None = None,
         start_within_s: float | None = None,
-        event: int = 0,
+        event: Any = 0,
     ) -> int | None:
         """Store block ``block_ids[i]`` as ``keys[i]`` in ``slots[i]``; returns an id.
 
         None: refused, because the store queue is full; nothing was begun. ``start_within_s``: a row
         that found no bounce buffer by then ends as REFUSED. ``event`` is what the source must wait
-        for: for host memory a file descriptor that becomes readable (an eventfd); 0 is nothing.
-        The blocks must stay unchanged until ``Events.source_free`` names the id.
+        for: on a GPU a recorded ``torch.cuda.Event`` or a raw CUevent, which must not be recorded
+        again before the source is free; for host memory a file descriptor that becomes readable (an
+        eventfd); 0 is nothing. The blocks must stay unchanged until ``Events.source_free`` names
+        the id.
 
         Raises ValueError for rows out of range and KVDiskError on a closed engine.
         """
-        return self._submit(
-            Direction.STORE, keys, slots, block_ids, timeout_s, start_within_s, event
+        transfer_id = self._submit(
+            Direction.STORE, keys, slots, block_ids, timeout_s, start_within_s, _handle(event)
         )
+        if transfer_id is not None and not isinstance(event, int):
+            self._events[transfer_id] = event  # the engine asks it until the source is free
+        return transfer_id
 
     def submit_load(
         self,
@@ -324,6 +327,9 @@ class TransferEngine:
     def poll(self) -> Events:
         """What has happened since the last call; never blocks. Also after ``close``."""
         source_free, finished, released = self._native.poll()
+        if self._events:
+            for transfer_id in source_free:
+                self._events.pop(transfer_id, None)
         results = [
             TransferResult(transfer_id, Direction(direction), statuses, errors, held.view(np.bool_))
             for transfer_id, direction, statuses, errors, held in finished
@@ -394,6 +400,16 @@ def _nanoseconds(seconds: float | None) -> int:
     if seconds is None or seconds >= _SECONDS_MAX:
         return -1
     return max(0, round(seconds * _NS_PER_S))
+
+
+def _handle(event: Any) -> int:
+    """The number by which the copier knows an event."""
+    if isinstance(event, int):
+        return event
+    handle = int(event.cuda_event)
+    if handle == 0:
+        raise ValueError("the event was never recorded: record it on the stream that writes")
+    return handle
 
 
 def _indices(values: npt.ArrayLike) -> npt.NDArray[np.uint64]:

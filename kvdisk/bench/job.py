@@ -72,6 +72,7 @@ class Job:
     verify: bool
     allow_unregistered: bool
     ring_bytes: int  # of each shard, whole layer; 0: enough for the depth
+    device: str  # where the blocks lie: cpu, cuda or cuda:N
     seed: int
 
     @property
@@ -131,7 +132,7 @@ def make_job(options: Options) -> Job:
     _within("rounds", options.rounds, 1, _ROUNDS_MAX)
     _within("rwmixread", options.rwmixread, 0, 100)
     _within("seed", options.seed, 0, 2**63 - 1)
-    _require_device(options.device)
+    device = _device(options.device, options.layer)
     geometry = _geometry(options)
     io_bytes = geometry.block_bytes
     if options.layer == "whole":
@@ -154,6 +155,7 @@ def make_job(options: Options) -> Job:
         verify=options.verify,
         allow_unregistered=options.allow_unregistered,
         ring_bytes=_ring(options.ring, options.layer, io_bytes),
+        device=device,
         seed=options.seed,
     )
 
@@ -198,14 +200,15 @@ def _read_percent(rw: str, mix: int) -> int:
     return 0 if rw.endswith("write") else mix
 
 
-def _require_device(device: str) -> None:
-    if device == "cpu":
-        return
-    if device == "cuda" or device.startswith("cuda:"):
-        raise ConfigError(
-            f"device={device}: this build copies host memory only; measure with device=cpu."
-        )
-    raise ConfigError(f'device="{device}": must be cpu.')
+def _device(device: str, layer: Layer) -> str:
+    name = f"cuda:{device}" if device.isdecimal() and device.isascii() else device.lower()
+    kind, colon, index = name.partition(":")
+    indexed = index.isdecimal() and index.isascii()
+    if name != "cpu" and (kind != "cuda" or indexed != bool(colon)):
+        raise ConfigError(f'device="{device}": must be cpu, cuda or cuda:N.')
+    if name != "cpu" and layer == "raw":
+        raise ConfigError(f"device={device}: the raw layer copies no blocks; use layer=whole.")
+    return name
 
 
 def _geometry(options: Options) -> Geometry:

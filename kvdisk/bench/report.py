@@ -86,6 +86,8 @@ def text_rows(outcome: Outcome) -> list[tuple[str, str]]:
         ),
         ("data", _data(outcome)),
     ]
+    if facts.copier:
+        rows.insert(5, ("device", f"{job.device}, copied by {facts.copier}"))
     for name in DIRECTIONS:
         if not total.ios[name]:
             continue
@@ -332,6 +334,7 @@ def _kvdisk_json(outcome: Outcome) -> dict[str, Any]:
             "buffers_registered": facts.buffers_registered,
             "files_registered": facts.files_registered,
         },
+        "device": {"name": job.device, "copier": facts.copier},
         "ring": {
             "bytes": facts.ring_bytes,
             "occupancy": facts.ring_occupancy,

@@ -35,6 +35,7 @@ class Facts:
     buffers_registered: bool
     files_registered: bool
     ring_bytes: int
+    copier: str = ""  # whole layer: what moves blocks to and from the ring
     # Share of the ring (raw: of the queue) in use on average over the timed part, 0..1.
     ring_occupancy: float = 0.0
     # Payload I/Os in flight on average over the timed part, all jobs together.

@@ -25,8 +25,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvdisk.bench.caches import make_cache
 from kvdisk.bench.job import Job
-from kvdisk.bench.kv_cache import KvCache
 from kvdisk.bench.raw import require_registered
 from kvdisk.bench.result import DirectionName, Latency, Round, Verdict, cpu_times_ns
 from kvdisk.bench.runner import PROGRESS_GAP_S, Facts, Progress
@@ -70,12 +70,13 @@ class WholeRunner:
         # Enough different blocks that their random bytes do not repeat within a compressor's reach.
         sources = max(self._rows_max, _SOURCES_BYTES_MIN // job.io_bytes)
         targets = self._rows_max
+        in_host = self._buffers * job.numjobs + (sources + targets if job.device == "cpu" else 0)
         require_memory(
-            (sources + targets + self._buffers * job.numjobs) * job.io_bytes,
+            in_host * job.io_bytes,
             f"iodepth={job.iodepth * job.numjobs} of {display_size(job.io_bytes)}",
         )
         require_space(job.path, job.file_bytes + record_file_bytes(self._slot_count))
-        self._cache = KvCache(job.geometry, sources, targets, job.seed)
+        self._cache = make_cache(job.device, job.geometry, sources, targets, job.seed)
         self._file = _nameless_rank_file(job, self._slot_count)
         try:
             self.mode: DirectMode = self._file.mode
@@ -203,6 +204,7 @@ class WholeRunner:
             buffers_registered=stats["areas_registered"],
             files_registered=stats["files_registered"],
             ring_bytes=buffers * self._job.io_bytes,
+            copier=": ".join(filter(None, (stats["copier"], stats["copier_note"]))),
             ring_occupancy=ring_ns / (self._elapsed_ns * buffers) if self._elapsed_ns else 0.0,
             in_flight=io_ns / self._elapsed_ns if self._elapsed_ns else 0.0,
             engine_cpu_ns=self._engine_cpu_ns,
@@ -279,10 +281,10 @@ class WholeRunner:
         first = self._generation + 1
         self._generation += len(slots)
         marks = np.arange(first, first + len(slots), dtype=np.uint64)
-        self._cache.stamp(blocks, marks)
+        event = self._cache.stamp(blocks, marks)
         self._marks[slots] = marks
         self._sources[slots] = blocks
-        transfer_id = self._engine.submit_store(self._keys(slots), slots, blocks)
+        transfer_id = self._engine.submit_store(self._keys(slots), slots, blocks, event=event)
         assert transfer_id is not None, "the store queue of the bench has no bound"
         self._sources_held[transfer_id] = blocks
         self._flights[transfer_id] = _Flight(slots, blocks)

@@ -59,7 +59,7 @@ _ROUNDS_COMPARED: Final = 5
     "--ring",
     help="Bytes of bounce buffers of a shard, whole layer.  [default: 4 x iodepth blocks]",
 )
-@click.option("--device", default="cpu", help="Where the blocks lie.")
+@click.option("--device", default="cpu", help="Where the blocks lie: cpu, cuda or cuda:N.")
 @click.option("--seed", type=int, default=1, help="Of data and random places.")
 @click.option(
     "--compare",

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "gather_ptx.hpp"  // made from gather.ptx by CMake
+#include "pipeline/gather_ptx.hpp"  // made from gather.ptx by CMake
 
 namespace kvdisk {
 

@@ -45,7 +45,10 @@ MISTAKES = {
     "json nowhere": (["--json", "/nowhere/at/all"], "json=/nowhere/at/all"),
     "plot of a strange kind": (["--plot", "picture.bmp"], ".png or .svg"),
     "ring too small": (["--bs", "64k", "--ring", "64k"], "must hold 2 blocks"),
-    "device that is not there": (["--device", "cuda"], "host memory only"),
+    "device that is not there": (["--device", "cuda:99"], "device=cuda:99"),
+    "no such kind of device": (["--device", "gpu"], "must be cpu, cuda or cuda:N"),
+    "device without a number": (["--device", "cuda:"], "must be cpu, cuda or cuda:N"),
+    "device of the raw layer": (["--device", "0", "--layer", "raw"], "copies no blocks"),
 }
 
 
