@@ -24,9 +24,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def native_tests() -> Path:
     """The C++ test program, built once. KVDISK_NATIVE_TESTS names one that exists (sanitizers)."""
+    return _native_build("native_tests") / "native_tests"
+
+
+@pytest.fixture(scope="session")
+def fake_cuda() -> Path:
+    """A CUDA driver without a device (native/tests/fake_cuda.hpp), to be loaded into a process."""
+    return _native_build("fake_cuda") / "libcuda.so.1"
+
+
+def _native_build(target: str) -> Path:
+    """The folder where ``target`` has been built."""
     given = os.environ.get("KVDISK_NATIVE_TESTS")
     if given:
-        return Path(given).resolve()
+        return Path(given).resolve().parent
     if shutil.which("cmake") is None:
         pytest.fail("cmake is needed to build the native tests")
     build = ROOT / "build" / "native-tests"
@@ -36,8 +47,8 @@ def native_tests() -> Path:
         options = ["-DKVDISK_TESTS=ON", "-DKVDISK_PYTHON=OFF", "-DCMAKE_BUILD_TYPE=Release"]
         generator = ["-G", "Ninja"] if shutil.which("ninja") else []
         _run("cmake", "-S", str(ROOT / "native"), "-B", str(build), *generator, *options)
-        _run("cmake", "--build", str(build), "--target", "native_tests", "--parallel", "2")
-    return build / "native_tests"
+        _run("cmake", "--build", str(build), "--target", target, "--parallel", "2")
+    return build
 
 
 def _run(*command: str) -> None:
