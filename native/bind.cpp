@@ -2,6 +2,7 @@
 // what the calls mean is said in kvdisk/transfer.py and, for records, in kvdisk/slot_records.py.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -9,6 +10,7 @@
 #include <cstring>
 
 #include "io/workload.hpp"
+#include "pipeline/copy_job.hpp"
 #include "pipeline/engine.hpp"
 #include "pipeline/scrub.hpp"
 
@@ -355,4 +357,38 @@ NB_MODULE(_native, module) {
             result["note"] = stats.note;
             return result;
         });
+
+    using CopyJobOptions = kvdisk::CopyJobOptions;
+    nb::class_<CopyJobOptions>(module, "CopyJobOptions")
+        .def(nb::init<>())
+        .def("set_layout",
+             [](CopyJobOptions& options,
+                const std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>>& regions,
+                std::uint64_t block_count) { options.layout = layout_of(regions, block_count); })
+        .def_rw("device", &CopyJobOptions::device)
+        .def_rw("buffers", &CopyJobOptions::buffers)
+        .def_rw("kernel_below_bytes", &CopyJobOptions::kernel_below_bytes)
+        .def_rw("kernel_ctas_max", &CopyJobOptions::kernel_ctas_max)
+        .def_rw("batched", &CopyJobOptions::batched);
+
+    using CopyJob = kvdisk::CopyJob;
+    nb::class_<CopyJob>(module, "CopyJob")
+        .def(nb::init<const CopyJobOptions&>())
+        .def(
+            "run",
+            [](CopyJob& job, bool gathers, bool scatters, std::int64_t duration_ns) {
+                const auto done = [&] {
+                    const nb::gil_scoped_release release;
+                    return job.run(gathers, scatters, duration_ns);
+                }();
+                nb::dict result;
+                result["bytes"] = done.bytes;
+                result["copies"] = done.copies;
+                result["errors"] = done.errors;
+                result["elapsed_ns"] = done.elapsed_ns;
+                result["thread_cpu_ns"] = done.thread_cpu_ns;
+                return result;
+            },
+            "gathers"_a, "scatters"_a, "duration_ns"_a)
+        .def_prop_ro("note", &CopyJob::note);
 }

@@ -34,6 +34,11 @@ namespace {
 constexpr std::uint64_t batch_bytes_max = 4 << 20;
 constexpr std::uint32_t batches_in_flight_max = 4;
 
+// From these sizes on the copy engines are as fast as the kernel, and take nothing from compute
+// (docs/adr/0005).
+constexpr std::uint64_t kernel_below_batched_bytes = 64 << 10;
+constexpr std::uint64_t kernel_below_single_bytes = 512 << 10;
+
 // When to look at a batch: after the time that it takes at the rate of PCIe 5 x16, and again after
 // growing gaps, so that a slow link costs few calls and a hung device next to none.
 constexpr std::int64_t batch_latency_ns = 10'000;
@@ -156,8 +161,7 @@ class CudaCopier final : public Copier {
             }
         }
         kernel_.load(small_);
-        note_ = std::string(batches_copies() ? "batched copies" : "single copies") +
-                (small_.empty() ? "" : ", gather kernel");
+        note_ = describe();
     }
 
     // Asked, not waited for in the stream: a source that is never ready must neither hold a buffer
@@ -204,10 +208,18 @@ class CudaCopier final : public Copier {
         return options_.batched && cuda_.memcpy_batch_async != nullptr;
     }
 
+    std::string describe() const {
+        const char* const copies = batches_copies() ? "batched copies" : "single copies";
+        if (small_.empty()) return copies;
+        return large_.empty() ? "gather kernel" : std::string(copies) + " and gather kernel";
+    }
+
     void split_segments() {
+        const std::uint64_t below_bytes = options_.kernel_below_bytes.value_or(
+            batches_copies() ? kernel_below_batched_bytes : kernel_below_single_bytes);
         std::uint64_t offset = 0;
         for (const Region& region : layout_.regions) {
-            auto& way = region.segment_bytes < options_.kernel_below_bytes ? small_ : large_;
+            auto& way = region.segment_bytes < below_bytes ? small_ : large_;
             way.push_back({region, offset});
             offset += region.segment_bytes;
         }
@@ -274,7 +286,8 @@ class CudaCopier final : public Copier {
         }
         batch.result = submit_large(lane);
         if (batch.result == cuda::success) {
-            batch.result = kernel_.launch(lane.direction, rows_, options_.kernel_ctas, lane.stream);
+            batch.result =
+                kernel_.launch(lane.direction, rows_, options_.kernel_ctas_max, lane.stream);
         }
         const cuda::Result recorded = cuda_.event_record(batch.event, lane.stream);
         batch.marked = recorded == cuda::success;

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 
 #include "pipeline/copier.hpp"
@@ -14,9 +15,10 @@ struct CudaCopierOptions {
     int device = 0;                // as cuda::resolve_device gives it
     std::span<std::byte> buffers;  // the memory that all buffers lie in; outlives the copier
     std::uint32_t depth = 1;       // most copies started and not yet reaped
-    // Segments below this go through the gather kernel, others through the copy engines (docs/adr).
-    std::uint64_t kernel_below_bytes = 64 * 1024;
-    std::uint32_t kernel_ctas = 8;
+    // Segments below this go through the gather kernel, others through the copy engines; unset: the
+    // measured crossover (docs/adr/0005).
+    std::optional<std::uint64_t> kernel_below_bytes;
+    unsigned kernel_ctas_max = 4;
     bool batched = true;  // false: as with a driver that has no batched copies
 };
 

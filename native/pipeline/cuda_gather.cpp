@@ -58,8 +58,8 @@ void GatherKernel::unload() noexcept {
 cuda::Result GatherKernel::launch(CopyDirection direction, const GatherBatch& batch,
                                   unsigned ctas_max, cuda::Stream stream) const {
     if (piece_count_ == 0) return cuda::success;
-    unsigned row_count = batch.count();
     unsigned piece_count = piece_count_;
+    unsigned row_count = batch.count();
     cuda::DeviceAddress pieces = pieces_;
     GatherRows rows = batch.rows();
     void* parameters[] = {&pieces, &piece_count, &row_count, &rows};

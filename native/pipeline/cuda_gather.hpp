@@ -43,7 +43,8 @@ class GatherKernel {
     void load(const std::vector<Segment>& segments);
     void unload() noexcept;
 
-    // Moves the segments of every block of the batch, in the stream's order.
+    // Moves the segments of every block of the batch, in the stream's order, with so many CTAs at
+    // most: each takes a processor from compute until the launch has ended.
     cuda::Result launch(CopyDirection direction, const GatherBatch& batch, unsigned ctas_max,
                         cuda::Stream stream) const;
 
