@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from kvdisk.bench.caches import Cache, make_cache
 from kvdisk.bench.job import Geometry
-from kvdisk.bench.kv_cache import KvCache
 from kvdisk.bench.scratch import describe_place
 from kvdisk.config import TierConfig
 from kvdisk.rank_file import RankFile
@@ -26,7 +26,7 @@ class Rig:
     """An open engine, its blocks (to store, then to load into), and its slots, all filled."""
 
     engine: TransferEngine
-    cache: KvCache
+    cache: Cache
     file: RankFile
     slot_count: int
 
@@ -62,12 +62,19 @@ class Rig:
 
 @contextmanager
 def open_rig(
-    path: Path, *, block_bytes: int, slot_count: int, sources: int, targets: int, **options: Any
+    path: Path,
+    *,
+    block_bytes: int,
+    slot_count: int,
+    sources: int,
+    targets: int,
+    layers: int = 32,
+    device: str = "cpu",
+    **options: Any,
 ) -> Iterator[Rig]:
     """``options`` are those of TierConfig, such as ``iodepth``."""
     path.mkdir(parents=True, exist_ok=True)
-    layers = 32
-    cache = KvCache(Geometry(layers, block_bytes // layers, ""), sources, targets, seed=1)
+    cache = make_cache(device, Geometry(layers, block_bytes // layers, ""), sources, targets, 1)
     config = TierConfig(
         paths=(path.resolve(),),
         capacity_bytes=max(1 << 20, 2 * block_bytes * slot_count),

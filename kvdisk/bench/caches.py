@@ -17,6 +17,7 @@ class Cache(Protocol):
     """What the whole layer needs of a cache, on any device."""
 
     layout: Layout
+    source_count: int  # blocks to store from; the others are loaded into
 
     def stamp(self, blocks: Sequence[int], marks: npt.NDArray[np.uint64]) -> Any:
         """Mark source ``blocks[i]`` as the content of the store ``marks[i]``.

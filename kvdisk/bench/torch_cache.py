@@ -26,6 +26,7 @@ class TorchCache:
     ) -> None:
         """Raises ConfigError when there is no torch, no such device, or too little memory there."""
         self._torch = torch = _torch_for(device)
+        self.source_count = source_count
         block_count = source_count + target_count
         words = geometry.segment_bytes // WORD_BYTES
         try:

@@ -143,7 +143,7 @@ class WholeRunner:
         if not self.mode.direct:
             drop_from_page_cache(self.data_fd)
         self._engine.reset_stats()
-        cpu_before, engine_before = cpu_times_ns(), _engine_cpu_ns()
+        cpu_before, engine_before = cpu_times_ns(), engine_cpu_ns()
         started = time.monotonic_ns()
         end = started + self._job.runtime_ns
 
@@ -154,7 +154,7 @@ class WholeRunner:
         if self._job.writes:
             self._sync()
         elapsed_ns = time.monotonic_ns() - started
-        cpu_after, engine_after = cpu_times_ns(), _engine_cpu_ns()
+        cpu_after, engine_after = cpu_times_ns(), engine_cpu_ns()
         stats = self._engine.stats()
         self._stats.append(stats)
         self._elapsed_ns += elapsed_ns
@@ -405,7 +405,7 @@ def _remove(directory: Path) -> None:
             ) from error
 
 
-def _engine_cpu_ns() -> int:
+def engine_cpu_ns() -> int:
     """CPU time so far of the engine's threads (proc(5), /proc/pid/task/tid/schedstat or stat)."""
     total = 0
     ticks_ns = 10**9 // os.sysconf("SC_CLK_TCK")
