@@ -8,7 +8,7 @@
 
 #include "pipeline/copier.hpp"
 #include "pipeline/cuda_driver.hpp"
-#include "pipeline/gather.cuh"
+#include "pipeline/gather.hpp"
 #include "pipeline/layout.hpp"
 
 namespace kvdisk {

@@ -6,7 +6,7 @@
 // A warp takes one piece of one block at a time. All its reads of a round are under way before the
 // first write, since a read over PCIe takes microseconds. Host memory is read past the caches (it
 // is used once, and the host changes it between launches).
-#include "gather.cuh"
+#include "gather.hpp"
 
 namespace {
 

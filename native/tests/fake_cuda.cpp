@@ -15,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include "pipeline/gather.cuh"
+#include "pipeline/gather.hpp"
 
 namespace {
 

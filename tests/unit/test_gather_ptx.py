@@ -22,7 +22,7 @@ def noted(what: str) -> str:
 
 
 def test_it_was_made_from_these_sources() -> None:
-    sources = (PIPELINE / "gather.cuh").read_bytes() + (PIPELINE / "gather.cu").read_bytes()
+    sources = (PIPELINE / "gather.hpp").read_bytes() + (PIPELINE / "gather.cu").read_bytes()
     assert noted("sources") == hashlib.sha256(sources).hexdigest(), "run tools/make-ptx"
 
 
