@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -144,7 +145,7 @@ def main() -> None:
             rounds.append(json.loads(done.stdout))
         result = {
             "what": "DiskTier.open in a fresh process",
-            "place": describe_place(directory),
+            "place": asdict(describe_place(directory)),
             "kernel": platform.release(),
             "cpus": os.cpu_count(),
             "slots": options.slots,

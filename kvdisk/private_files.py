@@ -23,6 +23,8 @@ from kvdisk.errors import BusyError, ConfigError, DeviceError
 
 _OPEN_ATTEMPTS: Final = 16
 _SET_ASIDE_MAX: Final = 1000
+# A killed process's I/O keeps its files open, and so its lock, until the kernel has done with it.
+_GONE_HOLDER_PATIENCE_S: Final = 5.0
 _LOCK_RETRY_S: Final = 0.02
 _NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -110,8 +112,9 @@ def open_locked(folder: int, path: Path) -> int:
     """A descriptor, read and write, of the file ``path.name`` in ``folder``, made when missing.
 
     It holds the file's exclusive lock (flock(2)), which ends with the last copy of the descriptor,
-    so with the process at the latest. Raises BusyError, naming the holder, when it is taken;
-    ConfigError for a planted or foreign object; DeviceError when the file system cannot do it.
+    so with the process or, after a kill, with its last I/O: that is waited for, a while. Raises
+    BusyError, naming the holder, when it is taken; ConfigError for a planted or foreign object;
+    DeviceError when the file system cannot do it.
     """
     for _ in range(_OPEN_ATTEMPTS):
         file = _open_private(folder, path)
@@ -231,22 +234,31 @@ def _require_own_file(path: Path, status: os.stat_result) -> None:
 
 
 def _lock(file: int, path: Path) -> None:
-    try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            # "kvdisk inspect" may try the lock for an instant: that must not stop a server.
-            time.sleep(_LOCK_RETRY_S)
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    began = time.monotonic()
+    tries = 0
+    while not _try_lock(file, path):
+        tries += 1
         holder = lock_holder(file)
+        gone = holder is None or not _is_alive(holder)
+        # "kvdisk inspect" may try the lock for an instant: that must not stop a server.
+        if tries == 1 or (gone and time.monotonic() < began + _GONE_HOLDER_PATIENCE_S):
+            time.sleep(_LOCK_RETRY_S)
+            continue
         who = f"process {holder}" if holder else "a process that cannot be seen from here"
         raise BusyError(
             f"{path} is in use by {who}: give each rank its own number and each server its own "
             "directory, or stop that process.",
             path=str(path),
             holder=holder,
-        ) from error
+        )
+
+
+def _try_lock(file: int, path: Path) -> bool:
+    """False: somebody has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
     except OSError as error:
         advice = (
             "This file system has no locks, so two servers could overwrite each other: use a "
@@ -255,6 +267,16 @@ def _lock(file: int, path: Path) -> None:
             else _advice(error)
         )
         raise DeviceError.from_os_error(error, "lock", path, advice) from error
+    return True
+
+
+def _is_alive(process: int) -> bool:
+    """Whether the process runs; one that has ended and was not waited for does not (proc(5))."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state not in ("Z", "X")
 
 
 def lock_holder(file: int, locks: Path = Path("/proc/locks")) -> int | None:

@@ -28,6 +28,7 @@ from kvdisk.transfer import Direction, RowStatus
 KIB, MIB = 1 << 10, 1 << 20
 PATIENCE_S = 60.0  # a bound against hanging tests, never a measurement
 SENTINEL = 0xA5
+NEVER_READ = (RowStatus.MISS, RowStatus.BUSY, RowStatus.REFUSED)
 
 Block = np.ndarray[Any, Any]
 
@@ -55,7 +56,7 @@ def generation_in(block: Block, key: bytes) -> int:
     return generation
 
 
-def identity_of(layout: Layout, **changes: Any) -> Identity:
+def identity_of(layout: Layout, /, **changes: Any) -> Identity:
     fields: dict[str, Any] = {
         "model": "test",
         "weights": "1",
@@ -109,6 +110,9 @@ class TierRig:
     ``legal`` has the generations that were submitted for each key; hand it on to the rig that
     opens the same files again.
     """
+
+    # Not promised, yet so, unless a clear turns what was loaded into a miss.
+    missed_rows_are_untouched = True
 
     def __init__(
         self,
@@ -213,8 +217,10 @@ class TierRig:
             found = self.blocks.read(block)
             if status == RowStatus.OK:
                 self.delivered(key, found)
-            elif status != RowStatus.TIMED_OUT:  # the copy may have been under way by then
-                assert (found == SENTINEL).all(), "a row failed, yet its block was written"
+            elif self.missed_rows_are_untouched and status in NEVER_READ:
+                assert (found == SENTINEL).all(), (
+                    f"{RowStatus(status).name}, yet the block was written"
+                )
 
     def delivered(self, key: bytes, block: Block) -> None:
         """A load has delivered this; raises WrongBytes when it must not."""

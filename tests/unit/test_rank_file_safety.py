@@ -7,6 +7,7 @@ import fcntl
 import os
 import signal
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from rank_files import (
     other_process,
 )
 
+from kvdisk import private_files
 from kvdisk.errors import BusyError, ConfigError, DeviceError
 from kvdisk.private_files import lock_holder
 
@@ -170,6 +172,37 @@ def test_the_lock_ends_with_a_killed_holder(directory: Path) -> None:
         with open_rank(directory) as opened:
             assert opened.notes == ()
     assert names_in(directory) == sorted(NAMES)
+
+
+def test_a_lock_that_outlives_its_holder_for_a_moment_is_waited_for(directory: Path) -> None:
+    """As io_uring does it: requests of a killed process keep its files open until they are done."""
+    release, hold = os.pipe()
+    ready, say = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        os.close(hold)
+        open_rank(directory)
+        if os.fork() == 0:  # what it leaves behind keeps the lock
+            os.write(say, b"!")
+            os.read(release, 1)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.read(ready, 1) == b"!"
+    os.waitpid(holder, 0)
+    for descriptor in (release, ready, say):
+        os.close(descriptor)
+    threading.Timer(0.2, os.close, [hold]).start()
+    open_rank(directory).close()
+
+
+def test_a_holder_that_cannot_be_seen_is_not_waited_for_for_ever(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private_files, "_GONE_HOLDER_PATIENCE_S", 0.05)
+    monkeypatch.setattr(private_files, "lock_holder", lambda file: None)
+    with open_rank(directory), pytest.raises(BusyError, match="cannot be seen") as caught:
+        open_rank(directory)
+    assert caught.value.holder is None
 
 
 def test_ranks_lie_side_by_side_and_a_clash_is_refused(directory: Path) -> None:
