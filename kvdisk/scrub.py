@@ -117,6 +117,7 @@ class RankScrub:
         self._stop = stop
         self._lock = threading.Lock()  # of the report and the suspects
         self._suspects: list[_Suspect] = []
+        self._failure: BaseException | None = None  # of a thread
 
     def run(self, progress: Callable[[], None]) -> None:
         """Look at every record and its payload; ``progress`` is called now and then.
@@ -138,17 +139,15 @@ class RankScrub:
                 return
             look = _Look(data, records, header, self._pace)
             self.report.live = look.held
-            if not self._run_threads(look, progress):
-                stack.pop_all()  # a thread hangs in a read: its descriptors are left to it
-                return
+            self._run_threads(look, progress)
             self._judge_suspects(look, progress)
             self.report.damaged.sort(key=lambda each: each.slot)
             self.report.direct = data.direct
 
     # --- the threads
 
-    def _run_threads(self, look: _Look, progress: Callable[[], None]) -> bool:
-        """All stretches through ``jobs`` threads. False: one of them did not end."""
+    def _run_threads(self, look: _Look, progress: Callable[[], None]) -> None:
+        """All stretches through ``jobs`` threads. After Ctrl-C one that hangs is left behind."""
         stretches: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         for stretch in _stretches(look.header):
             stretches.put(stretch)
@@ -170,17 +169,20 @@ class RankScrub:
             until_s = time.monotonic() + _STOP_S
             for thread in threads:
                 thread.join(max(0.0, until_s - time.monotonic()))
-        return not any(thread.is_alive() for thread in threads)
+        if self._failure is not None:
+            raise self._failure
 
     def _work(self, look: _Look, stretches: queue.SimpleQueue[tuple[int, int]]) -> None:
-        payload = Buffer(look.header.slot_bytes)
-        table = Buffer((_stretch_slots(look.header) + RECORDS_PER_PAGE) * RECORD_BYTES)
-        while not self._stop.is_set():
-            try:
-                first, count = stretches.get_nowait()
-            except queue.Empty:
-                return
-            self._examine_stretch(look, first, count, table, payload)
+        try:
+            payload = Buffer(look.header.slot_bytes)
+            table = Buffer(_stretch_slots(look.header) * RECORD_BYTES)
+            while not self._stop.is_set():
+                self._examine_stretch(look, *stretches.get_nowait(), table, payload)
+        except queue.Empty:
+            return
+        except BaseException as error:  # what was not looked at must not count as clean
+            self._failure = error
+            self._stop.set()
 
     # --- one stretch of slots, one slot
 
@@ -202,14 +204,14 @@ class RankScrub:
             record = raw[index * RECORD_BYTES : (index + 1) * RECORD_BYTES]
             if states[index] == RecordState.VALID:
                 self._examine(look, first + index, record, payload)
-            elif look.record_of(first + index) == record.tobytes():
+            elif look.record_of(first + index) == record.tobytes():  # not caught half-written
                 self._damage_record(first + index, "the record does not prove itself")
 
     def _examine(self, look: _Look, slot: int, record: Bytes, payload: Buffer) -> None:
         why = look.fault_of(slot, record, payload)
         if why:
             first_record = record.tobytes()
-            if look.record_of(slot) != first_record:
+            if not look.stands(slot, first_record):
                 self._count(changed=1)
                 return
             why = look.fault_of(slot, record, payload)
@@ -236,7 +238,7 @@ class RankScrub:
             record = np.frombuffer(suspect.record, dtype=np.uint8)
             why = look.fault_of(suspect.slot, record, payload)
             same_bytes = look.digest(record, payload) == suspect.digest
-            if why and same_bytes and look.record_of(suspect.slot) == suspect.record:
+            if why and same_bytes and look.stands(suspect.slot, suspect.record):
                 self._damage(look, suspect.slot, why)
                 self._count(blocks=1, size_bytes=look.valid_bytes(record))
             else:
@@ -297,6 +299,11 @@ class _Look:
         except OSError:
             return None
         return read[index * RECORD_BYTES : (index + 1) * RECORD_BYTES].tobytes()
+
+    def stands(self, slot: int, record: bytes) -> bool:
+        """Whether a valid record is still what the file says, and still of the file's epoch."""
+        epoch = as_records(np.frombuffer(record, dtype=np.uint8))["epoch"][0]
+        return self.record_of(slot) == record and self.present_header().epoch == epoch
 
     def valid_bytes(self, record: Bytes) -> int:
         return int(as_records(record)["valid_bytes"][0])

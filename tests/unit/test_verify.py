@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import pty
 import signal
@@ -216,6 +218,60 @@ def test_new_bytes_under_an_old_record_of_a_live_cache_are_waited_for(
         flip(data, 5 * BLOCK)
         flip(data, 5 * BLOCK + 1)
         assert scrub(directory).clean
+
+
+def test_what_a_server_clears_meanwhile_is_no_damage(tmp_path: Path, monkeypatch: Any) -> None:
+    """After a clear, records of before stay in the file, over slots that are written anew."""
+    with open_tier(tmp_path / "kv") as tier:
+        tier.store(keys_of(20), range(20))
+        assert result_of(tier).ok
+        directory = Path(str(tier.health().facts["paths"][0]))  # type: ignore[index]
+        flip(directory / "rank-0-of-1.kv", 5 * BLOCK)
+        Rewritten(monkeypatch, lambda look: tier.clear() if look == 1 else None)
+        report = scrub(directory, jobs=1)
+        assert (report.changed, report.damaged) == (1, [])
+
+
+def test_a_thread_that_fails_is_not_taken_for_a_clean_cache(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    directory = fill(tmp_path / "kv", 4)
+    monkeypatch.setattr(scrub_module, "record_states", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        scrub(directory)
+
+
+def test_a_disk_that_does_not_give_a_block_back_is_damage(tmp_path: Path, monkeypatch: Any) -> None:
+    directory = fill(tmp_path / "kv", 4)
+    real = os.preadv
+
+    def preadv(file: int, buffers: Any, offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{file}").endswith(".kv") and offset == 2 * BLOCK:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(file, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    report = scrub(directory)
+    assert [(each.slot, each.why) for each in report.damaged] == [
+        (2, "the disk does not give it back (Input/output error)")
+    ]
+    assert report.blocks == 4
+
+
+def test_where_o_direct_is_refused_it_goes_through_the_page_cache_and_says_so(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    directory = fill(tmp_path / "kv", 4)
+    real = os.preadv
+
+    def preadv(file: int, buffers: Any, offset: int) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(file, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    report = scrub(directory)
+    assert (report.blocks, report.direct, report.clean) == (4, False, True)
 
 
 def test_the_rate_is_kept(tmp_path: Path) -> None:
