@@ -30,13 +30,13 @@ class Hold:
 @dataclass(eq=False)
 class OpenTransfer:
     """``tickets``, ``row_statuses``, ``row_errors`` and ``held`` are of the transfer's rows;
-    ``statuses`` are of the caller's keys."""
+    ``statuses`` are of the caller's keys. ``..._missing`` are the ranks that have not told."""
 
     transfer: Transfer
     tickets: npt.NDArray[np.int64]
     statuses: npt.NDArray[np.uint8]
-    results_missing: int
-    sources_missing: int
+    results_missing: set[int]
+    sources_missing: set[int]
     void: bool = False  # all was cleared meanwhile: nothing of it counts
     row_statuses: npt.NDArray[np.uint8] = field(init=False)
     row_errors: npt.NDArray[np.int32] = field(init=False)
@@ -65,30 +65,33 @@ class OpenTransfers:
         self, transfer: Transfer, tickets: npt.NDArray[np.int64], statuses: npt.NDArray[np.uint8]
     ) -> OpenTransfer:
         """A new transfer; one without rows is not kept, since no rank will tell of it."""
-        sources = self._world_size if transfer.direction is Direction.STORE else 0
-        opened = OpenTransfer(transfer, tickets, statuses, self._world_size, sources)
+        ranks = range(self._world_size)
+        sources = set(ranks) if transfer.direction is Direction.STORE else set()
+        opened = OpenTransfer(transfer, tickets, statuses, set(ranks), sources)
         if len(transfer):
             self._open[transfer.id] = opened
         return opened
 
-    def source_free(self, transfer_id: int) -> bool:
-        """A rank no longer reads a store's blocks. True: it was the last one."""
+    def source_free(self, rank: int, transfer_id: int) -> bool:
+        """``rank`` no longer reads a store's blocks. True: it was the last one."""
         opened = self._open.get(transfer_id)
-        if opened is None:
+        if opened is None or rank not in opened.sources_missing:
             return False
-        opened.sources_missing -= 1
-        return opened.sources_missing == 0
+        opened.sources_missing.remove(rank)
+        return not opened.sources_missing
+
+    def expects(self, rank: int, transfer_id: int) -> bool:
+        """``rank`` has not told how this transfer ended."""
+        opened = self._open.get(transfer_id)
+        return opened is not None and rank in opened.results_missing
 
     def void_all(self) -> None:
         """Nothing that is under way counts any more, however it ends."""
         for opened in self._open.values():
             opened.void = True
 
-    def knows(self, transfer_id: int) -> bool:
-        return transfer_id in self._open
-
     def merge(self, rank: int, result: RankResult) -> OpenTransfer | None:
-        """Take a rank's result. The transfer, when it was the last one: it has ended.
+        """Take a result that is expected. The transfer, when it was the last one: it has ended.
 
         Its ``held`` rows end with the last release, which ``release`` gives.
         """
@@ -98,7 +101,7 @@ class OpenTransfers:
         opened.row_errors[first_failure] = result.errors[first_failure]
         for row in np.flatnonzero(result.quarantined).tolist():
             self._hold(opened, row).ranks.add(rank)
-        opened.results_missing -= 1
+        opened.results_missing.remove(rank)
         if opened.results_missing:
             return None
         del self._open[result.transfer_id]

@@ -94,7 +94,7 @@ class TierScheduler:
         self._up = {direction: np.ones(self.placement.path_count, bool) for direction in Direction}
         self._open = OpenTransfers(world_size)
         self._withheld: dict[int, list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]] = {}
-        self._clears: dict[int, int] = {}  # ranks that have not yet made it durable
+        self._clears: dict[int, set[int]] = {}  # ranks that have not yet made it durable
         self._finished: list[TierResult] = []
         self._source_free: list[int] = []
         self._id_last = 0
@@ -226,7 +226,7 @@ class TierScheduler:
         self._allocator.clear()
         self._open.void_all()
         self._id_last += 1
-        self._clears[self._id_last] = self._world_size
+        self._clears[self._id_last] = set(range(self._world_size))
         return Clear(self._id_last)
 
     def cleared(self, clear_id: int) -> bool:
@@ -244,16 +244,17 @@ class TierScheduler:
             self._rank_paths[report.rank] = report.paths
             self._update_paths()
         for transfer_id in report.source_free:
-            if self._open.source_free(transfer_id):
+            if self._open.source_free(report.rank, transfer_id):
                 self._source_free.append(transfer_id)
         for result in report.results:
             self._apply_result(report.rank, result)
         for slot in report.released_slots:
             self._apply_release(report.rank, slot)
         for clear_id in report.cleared:
-            self._clears[clear_id] -= 1
-            if self._clears[clear_id] == 0:
-                del self._clears[clear_id]
+            missing = self._clears.get(clear_id, set())
+            missing.discard(report.rank)
+            if not missing:
+                self._clears.pop(clear_id, None)
 
     @property
     def has_news(self) -> bool:
@@ -404,7 +405,7 @@ class TierScheduler:
         return transfer
 
     def _apply_result(self, rank: int, result: RankResult) -> None:
-        if not self._open.knows(result.transfer_id):
+        if not self._open.expects(rank, result.transfer_id):
             self._counters.unknown_results += 1
             return
         opened = self._open.merge(rank, result)
