@@ -52,6 +52,7 @@ def gc(
     never through a link. What is not kvdisk's stays and is named.
     """
     from kvdisk.cleanup import find, select
+    from kvdisk.identity import is_namespace_name
     from kvdisk.looking import require_directory
 
     age_ns = None if older_than is None else parse_duration(older_than, "older-than")
@@ -59,6 +60,8 @@ def gc(
     if keep_newest is not None and keep_newest < 0:
         raise ConfigError(f"keep-newest={keep_newest}: must be 0 or more.")
     require_directory(root)
+    if is_namespace_name(root.absolute().name):
+        raise ConfigError(f"{printable(root)} is one namespace: name the root above it.")
     try:
         found = find(root.absolute())
     except OSError as error:

@@ -276,6 +276,7 @@ def test_selection_never_takes_what_is_in_use() -> None:
     [
         ["missing"],
         ["file"],
+        ["kv-" + "0" * 32],
         [".", "--older-than", "30"],
         [".", "--older-than", "30 moons"],
         [".", "--max-size", "many"],
@@ -284,6 +285,7 @@ def test_selection_never_takes_what_is_in_use() -> None:
 )
 def test_bad_input_is_one_line_and_status_2(tmp_path: Path, arguments: list[str]) -> None:
     (tmp_path / "file").write_text("")
+    (tmp_path / ("kv-" + "0" * 32)).mkdir()
     done = kvdisk("gc", tmp_path / arguments[0], *arguments[1:])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("kvdisk: error: ")
