@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import re
 import struct
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from kvdisk import rank_file, rank_header, slot_records
 from kvdisk.cli import main
+from kvdisk.config import TierConfig
 from kvdisk.transfer import KEY_BYTES_MAX
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -251,3 +253,17 @@ def test_every_scenario_and_every_failure_has_a_row() -> None:
 def row_is_claim(row: str) -> bool:
     """Whether a row of a table says something, rather than heading or ruling it."""
     return not re.match(r"^\|( ?-+ ?\|)+$|^\| (event|scenario|what) ", row)
+
+
+# --- Every option of the tier ---------------------------------------------------------------------
+
+
+def test_every_option_is_in_the_tuning_guide_with_its_default() -> None:
+    text = (ROOT / "docs" / "tuning.md").read_text()
+    section = text[text.index("## Every option") :]
+    documented = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE))
+    options = TierConfig.from_mapping({"path": "/x", "capacity": "1GiB"}).effective()
+    defaults = {name: f"`{json.dumps(value).strip(chr(34))}`" for name, value in options.items()}
+    for required in ("path", "capacity"):
+        defaults[required] = "none, required"
+    assert documented == defaults
