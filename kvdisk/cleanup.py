@@ -70,20 +70,22 @@ class Removal:
     problem: str = ""
 
 
-def find(root: Path) -> list[Namespace]:
-    """The namespaces below ``root``, the latest used first. Raises OSError when it cannot be read.
+def find(root: Path) -> tuple[list[Namespace], list[str]]:
+    """The namespaces below ``root``, the latest used first; and what only has the name of one.
 
-    A directory that cannot be opened is left out.
+    Raises OSError when ``root`` cannot be read.
     """
     with ExitStack() as stack:
         parent = open_directory(root)
         stack.callback(os.close, parent)
-        found = []
-        for name in os.listdir(parent):
+        found, unreadable = [], []
+        for name in sorted(os.listdir(parent)):
             if is_namespace_name(name):
-                with suppress(OSError):
+                try:
                     found.append(_look(root, name, parent))
-    return sorted(found, key=lambda each: (-each.used_s, each.directory.name))
+                except OSError as error:  # a link, a file, another user's
+                    unreadable.append(f"{name} ({error.strerror})")
+    return sorted(found, key=lambda each: (-each.used_s, each.directory.name)), unreadable
 
 
 def select(

@@ -63,7 +63,7 @@ def gc(
     if is_namespace_name(root.absolute().name):
         raise ConfigError(f"{printable(root)} is one namespace: name the root above it.")
     try:
-        found = find(root.absolute())
+        found, unreadable = find(root.absolute())
     except OSError as error:
         raise DeviceError.from_os_error(
             error, "look into", error.filename or root, "Run it as the cache's user."
@@ -77,6 +77,8 @@ def gc(
     )
     cleaned = [each for each in found if damaged and each.contents.leftovers]
     _list(root, found, going, cleaned)
+    for name in unreadable:
+        click.echo(f"left    {printable(name)}")
     selects = damaged or any(each is not None for each in (keep_newest, older_than, max_size))
     if not selects:
         click.echo("Nothing is selected: --keep-newest, --older-than, --max-size or --damaged do.")

@@ -117,7 +117,7 @@ def test_a_namespace_in_use_stays(tmp_path: Path) -> None:
 
 def test_a_server_that_opens_it_meanwhile_keeps_it(tmp_path: Path) -> None:
     directory = fill(tmp_path / "kv", 2, "a")
-    (found,) = find(tmp_path / "kv")
+    (found,), _ = find(tmp_path / "kv")
     with open_tier(tmp_path / "kv", "a"):
         assert "in use" in remove(found).problem
     assert len(left(directory)) == 3
@@ -152,13 +152,13 @@ def test_a_header_of_another_rank_does_not_make_a_file_ours(tmp_path: Path) -> N
     directory = fill(tmp_path / "kv", 2, "a")
     content = (directory / "rank-0-of-1.idx").read_bytes()
     (directory / "rank-5-of-6.idx").write_bytes(content)
-    assert "rank-5-of-6.idx" in remove(find(tmp_path / "kv")[0]).problem
+    assert "rank-5-of-6.idx" in remove(find(tmp_path / "kv")[0][0]).problem
 
 
 def test_a_hard_link_is_not_ours(tmp_path: Path) -> None:
     directory = fill(tmp_path / "kv", 2, "a")
     os.link(directory / "rank-0-of-1.kv", tmp_path / "linked")
-    assert "rank-0-of-1.kv" in remove(find(tmp_path / "kv")[0]).problem
+    assert "rank-0-of-1.kv" in remove(find(tmp_path / "kv")[0][0]).problem
     assert (directory / "rank-0-of-1.kv").exists()
 
 
@@ -172,6 +172,7 @@ def test_other_directories_files_and_links_are_not_looked_at(tmp_path: Path) -> 
     (root / ("kv-" + "0" * 32)).write_text("a file")
     done = kvdisk("gc", root, "--keep-newest", "0", "--yes")
     assert (done.returncode, done.stdout.splitlines()[0][:12]) == (0, "0 namespaces")
+    assert f"left    {directory.name} (" in done.stdout
     assert len(left(root)) == 4
     assert len(left(directory)) == 3
 
@@ -221,7 +222,7 @@ def test_what_a_killed_start_leaves_goes(tmp_path: Path) -> None:
     (directory / "rank-1-of-2.idx").touch()
     content = (directory / "kvdisk.json").read_bytes()
     (directory / ".kvdisk.json.12.345").write_bytes(content)
-    assert remove(find(tmp_path / "kv")[0]).problem == ""
+    assert remove(find(tmp_path / "kv")[0][0]).problem == ""
     assert left(tmp_path / "kv") == set()
 
 
@@ -229,22 +230,22 @@ def test_without_attributes_the_record_file_speaks_for_both(tmp_path: Path) -> N
     directory = fill(tmp_path / "kv", 2, "a")
     os.removexattr(directory / "rank-0-of-1.kv", "user.kvdisk")
     with mock.patch.object(cleanup.os, "unlink", side_effect=OSError(5, "no")) as unlink:
-        assert "rank-0-of-1.kv cannot be removed" in remove(find(tmp_path / "kv")[0]).problem
+        assert "rank-0-of-1.kv cannot be removed" in remove(find(tmp_path / "kv")[0][0]).problem
     assert unlink.call_count == 1  # the data file goes before what proves it
-    assert remove(find(tmp_path / "kv")[0]).problem == ""
+    assert remove(find(tmp_path / "kv")[0][0]).problem == ""
 
 
 def test_a_start_counts_as_a_use(tmp_path: Path) -> None:
     directory = fill(tmp_path / "kv", 2, "a")
     age(directory, 50)
     open_tier(tmp_path / "kv", "a").close()
-    (found,) = find(tmp_path / "kv")
+    (found,), _ = find(tmp_path / "kv")
     assert time.time() - found.used_s < 60
 
 
 def test_a_replaced_file_is_not_removed(tmp_path: Path) -> None:
     directory = fill(tmp_path / "kv", 2, "a")
-    (found,) = find(tmp_path / "kv")
+    (found,), _ = find(tmp_path / "kv")
     real = cleanup._contents
 
     def contents_then_replace(folder: int) -> Contents:
