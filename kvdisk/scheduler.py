@@ -217,8 +217,7 @@ class TierScheduler:
         return self._allocator.drop(_encode(keys))
 
     def clear(self) -> Clear:
-        """Forget everything, transfers under way included: their loads miss. Give the message to
-        every worker.
+        """Forget everything; loads under way miss. Give the message to every worker.
 
         Nothing stored before is readable from now on; after a restart or a crash as well, once
         ``cleared`` says so of its id.
