@@ -76,6 +76,26 @@ test: setup build/native-tests/stamp-configured  ## Run all tests, the native on
 faults: setup  ## Run the tests that break disks and processes
 	$(python) -m pytest tests/faults $(PYTEST)
 
+# vLLM has an environment of its own, with the CPU build; it takes some minutes and gigabytes.
+vllm_python := .venv-vllm/bin/python
+
+.PHONY: setup-vllm test-vllm
+setup-vllm: .venv-vllm/stamp-package  ## Make .venv-vllm: vLLM for the CPU, and this package in it
+
+.venv-vllm/stamp-requirements: requirements-vllm.txt | $(stamps)/packages
+	$$(tools/find-python) -m venv .venv-vllm
+	$(vllm_python) -m pip --disable-pip-version-check install --quiet --requirement $<
+	$(vllm_python) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	@touch $@
+
+.venv-vllm/stamp-package: pyproject.toml $(native_sources) .venv-vllm/stamp-requirements
+	$(vllm_python) -m pip --disable-pip-version-check install --quiet --no-deps \
+		--no-build-isolation --config-settings=build-dir=build/vllm --editable .
+	@touch $@
+
+test-vllm: setup-vllm  ## Run the tests on a real vLLM engine (CPU; PYTEST="-k name" selects)
+	$(vllm_python) -m pytest tests/serving/vllm $(PYTEST)
+
 native-test: build/native-tests/stamp-configured  ## Build and run the C++ tests alone
 	cmake --build build/native-tests --target native_tests
 	build/native-tests/native_tests
