@@ -66,6 +66,10 @@ demo: setup  ## Check this machine and measure stores and loads on a real file (
 bench: setup  ## Run the whole bench matrix beside fio
 	$(python) bench/run.py
 
+.PHONY: gpu
+gpu: setup  ## On a machine with a GPU: run the tests that need one, then measure (build/gpu.json)
+	$(python) bench/gpu.py --output build/gpu.json
+
 # --- Checking it --------------------------------------------------------------------------------
 
 .PHONY: test faults native-test lint format sanitize soak tier-soak canaries

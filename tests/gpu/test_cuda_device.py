@@ -206,6 +206,7 @@ def test_no_context_on_another_device() -> None:
         "import device_rig\n"
         "caches = device_rig.LAYOUTS['MLA, 61 x 18 KiB'](16)\n"
         "assert caches.tensors[0].device.index == 1\n"
+        "assert not active(0), 'made by torch'\n"
         "with tempfile.TemporaryDirectory() as directory:\n"
         "    rig = device_rig.Rig(caches, 8, Path(directory), shards=2)\n"
         "    device_rig.round_trip(rig, 3, seed=1)\n"
