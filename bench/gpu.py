@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import subprocess
 import sys
 import time
@@ -123,6 +125,8 @@ def main() -> int:
     properties = torch.cuda.get_device_properties(0)
     document: dict[str, Any] = {
         "device": properties.name,
+        "processors": os.cpu_count(),
+        "kernel": platform.release(),
         "torch": torch.__version__,
         "seconds": arguments.seconds,
         "rounds": arguments.rounds,

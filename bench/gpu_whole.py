@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rig import Rig, open_rig
+from rig import Rig, open_rig, surroundings
 from staged import Staged
 
 from kvdisk.bench.whole import engine_cpu_ns
@@ -146,13 +146,9 @@ def compare(path: Path, shape: Shape, seconds: float, rounds: int, **options: An
                 {"shape": shape.name, "direction": "load" if load else "store", **options}
                 | _summary(ours, theirs)
             )
-        stats = rig.engine.stats()
-        for row in rows:
-            row["direct"] = rig.file.direct
-            row["backend"] = stats["backend"]
-            row["copier"] = stats["copier_note"]
+        facts = surroundings(path, rig) | {"copier": rig.engine.stats()["copier_note"]}
         staged.close()
-    return rows
+    return [row | facts for row in rows]
 
 
 def _summary(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> dict[str, Any]:
