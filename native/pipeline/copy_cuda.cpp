@@ -35,7 +35,7 @@ constexpr std::uint64_t batch_bytes_max = 4 << 20;
 constexpr std::uint32_t batches_in_flight_max = 4;
 
 // From these sizes on the copy engines are as fast as the kernel, and take nothing from compute
-// (docs/adr/0005).
+// (docs/adr/0006).
 constexpr std::uint64_t kernel_below_batched_bytes = 64 << 10;
 constexpr std::uint64_t kernel_below_single_bytes = 512 << 10;
 

@@ -16,7 +16,7 @@ struct CudaCopierOptions {
     std::span<std::byte> buffers;  // the memory that all buffers lie in; outlives the copier
     std::uint32_t depth = 1;       // most copies started and not yet reaped
     // Segments below this go through the gather kernel, others through the copy engines; unset: the
-    // measured crossover (docs/adr/0005).
+    // measured crossover (docs/adr/0006).
     std::optional<std::uint64_t> kernel_below_bytes;
     unsigned kernel_ctas_max = 4;
     bool batched = true;  // false: as with a driver that has no batched copies
