@@ -173,22 +173,13 @@ nb::dict stats_dict(const kvdisk::EngineStats& stats) {
 }
 
 nb::tuple restored_tuple(kvdisk::Engine& engine) {
-    const std::vector<kvdisk::SlotRecord> records = engine.take_restored();
+    kvdisk::RestoredRecords records = engine.take_restored();
     const std::size_t count = records.size();
-    std::vector<std::uint64_t> slots(count), sequences(count), valid_bytes(count);
-    std::vector<std::uint8_t> keys(count * kvdisk::key_bytes_max), key_lengths(count);
-    for (std::size_t i = 0; i < count; ++i) {
-        slots[i] = records[i].slot;
-        sequences[i] = records[i].sequence;
-        valid_bytes[i] = records[i].valid_bytes;
-        key_lengths[i] = records[i].key_length;
-        std::memcpy(keys.data() + i * kvdisk::key_bytes_max, records[i].key.data(),
-                    kvdisk::key_bytes_max);
-    }
-    return nb::make_tuple(array_of(std::move(slots)), array_of(std::move(sequences)),
-                          array_of(std::move(valid_bytes)),
-                          array_of(std::move(keys), {count, kvdisk::key_bytes_max}),
-                          array_of(std::move(key_lengths)));
+    return nb::make_tuple(array_of(std::move(records.slots)),
+                          array_of(std::move(records.sequences)),
+                          array_of(std::move(records.valid_bytes)),
+                          array_of(std::move(records.keys), {count, kvdisk::key_bytes_max}),
+                          array_of(std::move(records.key_lengths)));
 }
 
 nb::object record_states(const Vector<std::uint8_t>& records, std::uint64_t first_slot,

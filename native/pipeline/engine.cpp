@@ -18,6 +18,8 @@ namespace kvdisk {
 
 namespace {
 
+constexpr std::uint64_t restore_piece_bytes = 4 << 20;
+
 // Neighbouring slots that stay on one shard: long enough for merged I/O, and whole record pages.
 constexpr std::uint64_t shard_span_slots = 64;
 static_assert(shard_span_slots % records_per_page == 0);
@@ -82,30 +84,47 @@ EngineOptions resolved(EngineOptions options) {
     return options;
 }
 
-// The record file as it is, in whole pages. What lies beyond its end is empty.
-std::vector<SlotRecord> restore(SlotRecords& records, const EngineOptions& options) {
+RestoredRecords columns_of(const SlotRecords& records, std::uint64_t count) {
+    RestoredRecords columns;
+    columns.slots.reserve(count);
+    columns.sequences.reserve(count);
+    columns.valid_bytes.reserve(count);
+    columns.key_lengths.reserve(count);
+    columns.keys.reserve(count * key_bytes_max);
+    for (const SlotRecord& record : records.all()) {
+        if (record.magic == 0) continue;
+        columns.slots.push_back(record.slot);
+        columns.sequences.push_back(record.sequence);
+        columns.valid_bytes.push_back(record.valid_bytes);
+        columns.key_lengths.push_back(record.key_length);
+        const auto* const key = reinterpret_cast<const std::uint8_t*>(record.key.data());
+        columns.keys.insert(columns.keys.end(), key, key + key_bytes_max);
+    }
+    return columns;
+}
+
+// The record file as it is, piece by piece, in whole pages. What lies beyond its end is empty.
+RestoredRecords restore(SlotRecords& records, const EngineOptions& options) {
     if (options.record_fd < 0) return {};
     const std::uint64_t bytes = records.page_count() * record_page_bytes;
-    AlignedMemory memory(bytes);
+    AlignedMemory memory(std::min<std::uint64_t>(bytes, restore_piece_bytes));
+    std::uint64_t kept = 0;
     std::uint64_t read_bytes = 0;
     while (read_bytes < bytes) {
-        const std::size_t piece_bytes = std::min<std::uint64_t>(bytes - read_bytes, 8 << 20);
-        const ssize_t count = ::pread(options.record_fd, memory.data() + read_bytes, piece_bytes,
+        const std::size_t piece_bytes = std::min(bytes - read_bytes, memory.span().size());
+        const ssize_t count = ::pread(options.record_fd, memory.data(), piece_bytes,
                                       static_cast<off_t>(options.record_offset + read_bytes));
         if (count < 0 && errno == EINTR) continue;
         if (count < 0) {
             throw std::system_error(errno, std::generic_category(), "cannot read the record file");
         }
         // Short by less than a page is the end of the file: a record cut there fails its checksum.
-        read_bytes += static_cast<std::uint64_t>(count) / record_page_bytes * record_page_bytes;
-        if (static_cast<std::uint64_t>(count) < record_page_bytes) break;
+        const auto moved_bytes = static_cast<std::uint64_t>(count);
+        kept += records.restore(memory.span().first(moved_bytes), read_bytes / sizeof(SlotRecord));
+        if (moved_bytes < record_page_bytes) break;
+        read_bytes += moved_bytes / record_page_bytes * record_page_bytes;
     }
-    records.restore(memory.span());
-    std::vector<SlotRecord> restored;
-    for (const SlotRecord& record : records.all()) {
-        if (record.magic != 0) restored.push_back(record);
-    }
-    return restored;
+    return columns_of(records, kept);
 }
 
 }  // namespace

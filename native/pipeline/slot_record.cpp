@@ -62,13 +62,14 @@ SlotRecords::SlotRecords(std::uint64_t slot_count, std::uint64_t epoch)
     records_.resize(pages * records_per_page);
 }
 
-std::uint64_t SlotRecords::restore(std::span<const std::byte> file) {
-    const std::uint64_t slots =
-        std::min<std::uint64_t>(slot_count_, file.size() / sizeof(SlotRecord));
+std::uint64_t SlotRecords::restore(std::span<const std::byte> file, std::uint64_t first_slot) {
+    const std::uint64_t end =
+        std::min<std::uint64_t>(slot_count_, first_slot + file.size() / sizeof(SlotRecord));
     std::uint64_t kept = 0;
-    for (std::uint64_t slot = 0; slot < slots; ++slot) {
+    for (std::uint64_t slot = first_slot; slot < end; ++slot) {
         SlotRecord record;
-        std::memcpy(&record, file.data() + slot * sizeof(SlotRecord), sizeof(record));
+        std::memcpy(&record, file.data() + (slot - first_slot) * sizeof(SlotRecord),
+                    sizeof(record));
         if (record_valid(record, slot, epoch_)) {
             records_[slot] = record;
             ++kept;

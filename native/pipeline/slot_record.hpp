@@ -73,9 +73,10 @@ class SlotRecords {
   public:
     SlotRecords(std::uint64_t slot_count, std::uint64_t epoch);
 
-    // Takes over what a record file held (whole pages; a shorter span leaves the rest empty).
-    // Records that do not prove themselves become empty. Returns how many were kept.
-    std::uint64_t restore(std::span<const std::byte> file);
+    // Takes over what a record file held (whole pages, from that of `first_slot` on; what a shorter
+    // span leaves out is empty). Records that do not prove themselves become empty. Returns how
+    // many were kept.
+    std::uint64_t restore(std::span<const std::byte> file, std::uint64_t first_slot = 0);
 
     std::uint64_t slot_count() const noexcept { return slot_count_; }
     std::uint64_t epoch() const noexcept { return epoch_; }
