@@ -84,8 +84,8 @@ class TierConfig:
     iodepth
         Requests in flight per shard and direction.
     store_depth_beside_loads
-        How many stores a shard has in flight while loads are about, so that a load waits behind
-        little; without loads it is ``iodepth``. Never more than ``iodepth``.
+        How many full buffers of stores a shard has in flight while loads are about and for a second
+        after, so that a load waits behind little; without loads ``iodepth`` alone bounds them.
     ring_bytes
         Pinned host memory for all bounce buffers of the process, over all shards.
     merge_bytes

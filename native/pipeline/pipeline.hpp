@@ -39,15 +39,16 @@
 namespace kvdisk {
 
 struct PipelineOptions {
-    std::uint64_t block_bytes = 0;               // payload of a slot
-    std::uint64_t slot_bytes = 0;                // multiple of `alignment`, >= block_bytes
-    std::uint32_t rows_per_buffer = 1;           // neighbouring slots merged into one I/O, 1..32
-    std::uint32_t iodepth = 32;                  // payload I/Os in flight
-    std::uint32_t record_writes = 8;             // record pages in flight; 0: no record file
-    std::uint32_t load_reserve = 1;              // buffers that stores never take
-    std::uint32_t store_depth_beside_loads = 2;  // store I/Os in flight while loads are about
-    std::uint64_t alignment = 4096;              // of offsets, lengths and addresses
-    std::uint16_t data_file = 0;                 // index into the backend's files
+    std::uint64_t block_bytes = 0;                 // payload of a slot
+    std::uint64_t slot_bytes = 0;                  // multiple of `alignment`, >= block_bytes
+    std::uint32_t rows_per_buffer = 1;             // neighbouring slots merged into one I/O, 1..32
+    std::uint32_t iodepth = 32;                    // payload I/Os in flight
+    std::uint32_t record_writes = 8;               // record pages in flight; 0: no record file
+    std::uint32_t load_reserve = 1;                // buffers that stores never take
+    std::uint32_t store_depth_beside_loads = 2;    // full buffers of stores in flight beside loads
+    std::int64_t loads_linger_ns = 1'000'000'000;  // how long after the last load that holds
+    std::uint64_t alignment = 4096;                // of offsets, lengths and addresses
+    std::uint16_t data_file = 0;                   // index into the backend's files
     std::uint16_t record_file = 1;
     std::uint64_t record_offset = 0;  // where the first record page lies in the record file
     std::uint16_t record_area = io::area_none;  // registered area of the record staging pages
@@ -240,6 +241,7 @@ class Pipeline {
     void payload_failed(std::uint32_t index, int error, std::int64_t now);
     void payload_moved(std::uint32_t index, std::int64_t now);
     std::uint64_t io_end(const Extent& extent) const noexcept;
+    std::uint64_t io_left_bytes(const Extent& extent) const noexcept;
     void issue(std::int64_t now);
     void push_payload(std::uint32_t index, std::int64_t now);
     void issue_records(std::int64_t now);
@@ -248,7 +250,7 @@ class Pipeline {
     void record_written(std::uint64_t page, int error, std::int64_t now);
     void fail_unrecorded(std::uint32_t index, std::uint64_t page, int error);
     std::uint16_t direct_area_of(const std::byte* data, std::uint64_t bytes) const noexcept;
-    std::uint32_t store_limit(std::int64_t now) const noexcept;
+    bool store_has_place(std::uint64_t io_bytes, std::int64_t now) const noexcept;
     std::int64_t store_limit_lifts_ns() const noexcept;
     void wake_retries(std::int64_t now);
 
@@ -318,6 +320,7 @@ class Pipeline {
     std::uint64_t io_last_ = 0;
     std::uint32_t transfers_open_ = 0;
     std::uint32_t ios_in_flight_[2] = {0, 0};  // payload, per direction
+    std::uint64_t store_bytes_in_flight_ = 0;
     std::atomic<std::int64_t> end_by_ns_ = time_never;
     std::int64_t expiry_next_ns_ = time_never;  // no deadline passes before it
     std::int64_t event_poll_at_ns_ = 0;

@@ -14,8 +14,6 @@ namespace {
 constexpr std::uint8_t resumes_max = 16;  // of one I/O that keeps coming back short
 constexpr std::uint8_t retries_max = 8;   // of one I/O that keeps meeting a transient answer
 constexpr std::int64_t retry_gap_first_ns = 100'000;
-// How long after the last load stores stay throttled: longer than the gaps within a burst of loads.
-constexpr std::int64_t loads_linger_ns = 5'000'000;
 
 bool transient(int error) noexcept {
     return error == EINTR || error == EAGAIN || error == EBUSY || error == ENOMEM;
@@ -87,7 +85,11 @@ void Pipeline::handle_payload(std::uint32_t index, std::int64_t result, std::int
     Extent& extent = extents_[index];
     --ios_in_flight(extent.direction);
     const bool load = extent.direction == Direction::load;
-    if (load) loads_seen_ns_ = now;
+    if (load) {
+        loads_seen_ns_ = now;
+    } else {
+        store_bytes_in_flight_ -= extent.io_bytes;
+    }
     (load ? stats_.load_io_ns : stats_.store_io_ns)
         .record(static_cast<std::uint64_t>(now - extent.io_started_ns));
     if (extent.ended) {
@@ -135,6 +137,10 @@ std::uint64_t Pipeline::io_end(const Extent& extent) const noexcept {
     return (extent.done_bytes / options_.slot_bytes + 1) * options_.slot_bytes;
 }
 
+std::uint64_t Pipeline::io_left_bytes(const Extent& extent) const noexcept {
+    return io_end(extent) - extent.done_bytes;
+}
+
 void Pipeline::payload_failed(std::uint32_t index, int error, std::int64_t now) {
     Extent& extent = extents_[index];
     const std::uint64_t row = extent.done_bytes / options_.slot_bytes;
@@ -173,15 +179,18 @@ void Pipeline::payload_moved(std::uint32_t index, std::int64_t now) {
 
 // ---------------------------------------------------------------- giving the disk work
 
-// While loads are about, few stores are in flight, so that a load waits behind little.
-std::uint32_t Pipeline::store_limit(std::int64_t now) const noexcept {
-    return now < store_limit_lifts_ns()
-               ? std::min(options_.store_depth_beside_loads, options_.iodepth)
-               : options_.iodepth;
+// While loads are about, few bytes of stores are in flight, so that a load waits behind little.
+// What is in flight when a load comes was sent before, so the limit holds between loads, too.
+bool Pipeline::store_has_place(std::uint64_t io_bytes, std::int64_t now) const noexcept {
+    if (ios_in_flight_[static_cast<std::size_t>(Direction::store)] >= options_.iodepth)
+        return false;
+    return now >= store_limit_lifts_ns() ||
+           store_bytes_in_flight_ + io_bytes <=
+               options_.store_depth_beside_loads * ring_.buffer_bytes();
 }
 
 std::int64_t Pipeline::store_limit_lifts_ns() const noexcept {
-    return loads_seen_ns_ + loads_linger_ns;
+    return loads_seen_ns_ + options_.loads_linger_ns;
 }
 
 void Pipeline::wake_retries(std::int64_t now) {
@@ -200,7 +209,7 @@ void Pipeline::issue(std::int64_t now) {
         push_payload(loads.head, now);
     }
     const ExtentList& stores = list(Stage::ready, Direction::store);
-    while (stores.size > 0 && ios_in_flight(Direction::store) < store_limit(now)) {
+    while (stores.size > 0 && store_has_place(io_left_bytes(extents_[stores.head]), now)) {
         push_payload(stores.head, now);
     }
     issue_records(now);
@@ -210,8 +219,9 @@ void Pipeline::push_payload(std::uint32_t index, std::int64_t now) {
     Extent& extent = extents_[index];
     const bool load = extent.direction == Direction::load;
     extent.io_id = next_io_id(index);
-    extent.io_bytes = io_end(extent) - extent.done_bytes;
+    extent.io_bytes = io_left_bytes(extent);
     extent.io_started_ns = now;
+    if (!load) store_bytes_in_flight_ += extent.io_bytes;
     backend_.push(
         {.id = extent.io_id,
          .offset = extent.slot * options_.slot_bytes + extent.done_bytes,

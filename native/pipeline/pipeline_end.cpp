@@ -109,6 +109,7 @@ void Pipeline::quarantine_extent(std::uint32_t index, std::int64_t now) {
     if (canary == 3) {
         extent.io_id = 0;
         --ios_in_flight(extent.direction);
+        if (extent.direction == Direction::store) store_bytes_in_flight_ -= extent.io_bytes;
         vacate(index);
     }
 }
@@ -220,12 +221,16 @@ bool Pipeline::idle() const noexcept {
 
 bool Pipeline::recount() const {
     std::uint32_t in_use = 0, ended = 0, ios[2] = {0, 0};
+    std::uint64_t store_bytes = 0;
     std::vector<std::uint16_t> uses(slot_uses_.size());
     for (const Extent& extent : extents_) {
         if (extent.stage == Stage::free) continue;
         ++in_use;
         if (extent.ended) ++ended;
         if (extent.io_id != 0) ++ios[static_cast<std::size_t>(extent.direction)];
+        if (extent.io_id != 0 && extent.direction == Direction::store) {
+            store_bytes += extent.io_bytes;
+        }
         for (std::uint32_t i = 0; i < extent.row_count; ++i) {
             std::uint16_t& use = uses[extent.slot + i];
             use = extent.direction == Direction::store ? slot_storing
@@ -240,7 +245,8 @@ bool Pipeline::recount() const {
     const RingCounts counts = ring_.counts();
     return ring_.recount() && counts.used + counts.quarantined == in_use &&
            counts.quarantined == ended && listed == in_use && ios[0] == ios_in_flight_[0] &&
-           ios[1] == ios_in_flight_[1] && std::ranges::equal(uses, slot_uses_, same_use);
+           ios[1] == ios_in_flight_[1] && store_bytes == store_bytes_in_flight_ &&
+           std::ranges::equal(uses, slot_uses_, same_use);
 }
 
 }  // namespace kvdisk

@@ -245,3 +245,23 @@ TEST_CASE("pipeline: stores that wait behind a silent disk cost no steps") {
     fixture.run(1'000'000'000);
     CHECK(fixture.pipeline->stats().rows_stored == 8);
 }
+
+TEST_CASE("pipeline: between loads few stores are in flight, for the next load comes soon") {
+    Fixture fixture;
+    CHECK(fixture.move(Direction::store, 5) == RowStatus::ok);
+    fixture.run(2'000'000'000);
+    Transfer& load = fixture.submit(Direction::load, 5, 1'000'000'000);
+    fixture.run(50'000'000);
+    CHECK(load.results[0].status == RowStatus::ok);
+    fixture.disk.freeze();
+    for (std::uint64_t number = 0; number < 3; ++number) {
+        fixture.submit(Direction::store, number, 10'000'000'000);
+    }
+    fixture.run(500'000'000);
+    CHECK(fixture.disk.in_flight() == fixture.options.store_depth_beside_loads);
+    fixture.run(1'000'000'000);
+    CHECK(fixture.disk.in_flight() == 3);
+    fixture.disk.thaw();
+    fixture.run(1'000'000'000);
+    CHECK(fixture.pipeline->stats().rows_stored == 4);
+}
