@@ -28,6 +28,7 @@ enum class Op : std::uint8_t { read, write };
 enum class Priority : std::uint8_t { normal, high, low };
 
 inline constexpr std::uint16_t area_none = 0xFFFF;
+inline constexpr std::uint64_t area_bytes_max = std::uint64_t{1} << 30;  // io_uring_register(2)
 
 struct Request {
     std::uint64_t id = 0;            // unique for the backend's life; never 0
@@ -48,7 +49,7 @@ struct Completion {
 struct BackendOptions {
     std::vector<int> files;  // borrowed: open until the backend is destroyed
     std::vector<std::span<std::byte>>
-        areas;                 // memory to register; each at most 1 GiB, page-aligned
+        areas;                 // memory to register; each at most area_bytes_max, page-aligned
     std::uint32_t depth = 32;  // most requests in flight, 1..4096
     bool force_async = false;  // never let a submission run the I/O inline (FUSE, NFS)
 };

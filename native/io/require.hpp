@@ -1,6 +1,6 @@
-// Preconditions of the backends, kept in release builds: a caller that breaks one would otherwise
-// make the kernel write to memory it no longer owns. A broken precondition is a bug, so the process
-// ends.
+// Assertions that stay on in release builds: whoever breaks one would otherwise make the kernel
+// write to memory it no longer owns, or serve wrong bytes. It is a bug, so the process ends, with
+// one line that says which.
 #pragma once
 
 #include <cstdio>
@@ -14,7 +14,7 @@ inline void require(bool holds, const char* what,
     if (holds) [[likely]] {
         return;
     }
-    std::fprintf(stderr, "kvdisk: broken precondition: %s (%s:%u)\n", what, where.file_name(),
+    std::fprintf(stderr, "kvdisk: does not hold: %s (%s:%u)\n", what, where.file_name(),
                  static_cast<unsigned>(where.line()));
     std::abort();
 }

@@ -29,6 +29,7 @@
 #include "io/fixed_queue.hpp"
 #include "io/owned_files.hpp"
 #include "io/require.hpp"
+#include "io/transient.hpp"
 #include "io/uring_ring.hpp"
 
 #if defined(__SANITIZE_THREAD__)
@@ -66,12 +67,6 @@ std::int64_t now_ns() noexcept {
     timespec time{};
     ::clock_gettime(CLOCK_MONOTONIC, &time);
     return std::int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
-}
-
-// Answers of io_uring_enter(2) that pass: a signal, no memory, or a completion queue to be emptied
-// first.
-bool transient(int error) noexcept {
-    return error == EINTR || error == EAGAIN || error == EBUSY || error == ENOMEM;
 }
 
 class Uring final : public Backend {

@@ -20,7 +20,6 @@ namespace {
 
 constexpr std::uint32_t sector_bytes = 512;
 constexpr std::uint64_t slot_bits = 12;  // of a request's id: the depth is 4096 at most
-constexpr std::uint64_t area_bytes_max = std::uint64_t{1} << 30;  // io_uring_register(2)
 // The random bytes under the stamps repeat after this much, which is more than any file system's
 // compression looks back.
 constexpr std::uint64_t write_buffers_bytes_min = std::uint64_t{8} << 20;

@@ -2,20 +2,6 @@
 // says which, because going on could serve wrong bytes.
 #pragma once
 
-#include <cstdio>
-#include <cstdlib>
+#include "io/require.hpp"
 
-namespace kvdisk {
-
-[[noreturn]] inline void check_failed(const char* what, const char* file, int line) noexcept {
-    std::fprintf(stderr, "kvdisk: invariant broken: %s (%s:%d)\n", what, file, line);
-    std::abort();
-}
-
-}  // namespace kvdisk
-
-#define KVDISK_CHECK(condition)                                     \
-    do {                                                            \
-        if (!(condition)) [[unlikely]]                              \
-            ::kvdisk::check_failed(#condition, __FILE__, __LINE__); \
-    } while (false)
+#define KVDISK_CHECK(condition) ::kvdisk::io::require(static_cast<bool>(condition), #condition)

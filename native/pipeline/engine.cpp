@@ -59,7 +59,7 @@ void check_options(const EngineOptions& options) {
     require(options.buffers >= 2 && options.buffers <= 65535, "buffers must be 2 to 65535");
     require(options.load_reserve < options.buffers, "load_reserve must leave buffers for stores");
     require(options.store_depth_beside_loads >= 1, "store_depth_beside_loads must be at least 1");
-    require(options.slot_bytes * options.rows_per_buffer <= std::uint64_t{1} << 30,
+    require(options.slot_bytes * options.rows_per_buffer <= io::area_bytes_max,
             "a buffer may not exceed 1 GiB");
     require(::fcntl(options.data_fd, F_GETFD) >= 0, "data_fd is not open");
     require(options.record_fd < 0 || ::fcntl(options.record_fd, F_GETFD) >= 0,
@@ -187,6 +187,8 @@ std::uint64_t Engine::submit(Direction direction, std::vector<Row> rows, std::in
         }
     }
     const std::uint64_t id = ++id_last_;
+    const std::int64_t now_ns = MonotonicClock().now_ns();
+    const std::int64_t deadline_ns = after(now_ns, timeout_ns);
     std::vector<std::unique_ptr<Part>> parts(shards_.size());
     for (std::uint32_t position = 0; position < rows.size(); ++position) {
         const std::uint32_t index = shard_of(rows[position].slot);
@@ -198,17 +200,16 @@ std::uint64_t Engine::submit(Direction direction, std::vector<Row> rows, std::in
         std::ranges::count_if(parts, [](const auto& part) { return part != nullptr; }));
     {
         const std::lock_guard outbox_lock(outbox_->mutex);
-        outbox_->jobs.emplace(id, Outbox::Job{direction, part_count, part_count,
-                                              std::vector<RowResult>(rows.size())});
+        outbox_->open(id, {direction, part_count, part_count, deadline_ns,
+                           std::vector<RowResult>(rows.size())});
     }
-    const std::int64_t now_ns = MonotonicClock().now_ns();
     for (std::size_t index = 0; index < parts.size(); ++index) {
         if (!parts[index]) continue;
         Part& part = *parts[index];
         part.id = id;
         part.direction = direction;
         part.event = event;
-        part.deadline_ns = after(now_ns, timeout_ns);
+        part.deadline_ns = deadline_ns;
         part.start_by_ns = after(now_ns, start_within_ns);
         shards_[index]->submit(std::move(parts[index]));
     }
@@ -237,7 +238,12 @@ void Engine::drop(std::span<const std::uint64_t> slots) {
 
 Events Engine::poll() {
     require_own_process();
-    const std::lock_guard lock(outbox_->mutex);
+    std::unique_lock lock(outbox_->mutex);
+    if (outbox_->overdue(MonotonicClock().now_ns())) {
+        lock.unlock();
+        stand_in();
+        lock.lock();
+    }
     if (outbox_->told) {
         std::uint64_t count = 0;
         [[maybe_unused]] const auto read = ::read(outbox_->event_fd, &count, sizeof(count));
@@ -248,14 +254,30 @@ Events Engine::poll() {
 
 bool Engine::wait(std::int64_t timeout_ns) {
     require_own_process();
+    const std::int64_t until_ns = after(MonotonicClock().now_ns(), timeout_ns);
     std::unique_lock lock(outbox_->mutex);
-    const auto ready = [this] { return !outbox_->empty() || closed_; };
-    if (timeout_ns < 0) {
-        outbox_->ready.wait(lock, ready);
-    } else {
-        outbox_->ready.wait_for(lock, std::chrono::nanoseconds(timeout_ns), ready);
+    while (outbox_->empty() && !closed_) {
+        const std::int64_t now_ns = MonotonicClock().now_ns();
+        if (now_ns >= until_ns) break;
+        if (outbox_->overdue(now_ns)) {
+            lock.unlock();
+            stand_in();
+            lock.lock();
+            continue;
+        }
+        const std::int64_t wake_ns = std::min(until_ns, outbox_->overdue_ns);
+        if (wake_ns == time_never) {
+            outbox_->ready.wait(lock);
+        } else {  // the steady clock is CLOCK_MONOTONIC in every C++ library for Linux
+            outbox_->ready.wait_until(
+                lock, std::chrono::steady_clock::time_point(std::chrono::nanoseconds(wake_ns)));
+        }
     }
     return !outbox_->empty();
+}
+
+void Engine::stand_in() {
+    for (const auto& shard : shards_) shard->stand_in();
 }
 
 int Engine::event_fd() const noexcept { return outbox_->event_fd; }
@@ -301,16 +323,16 @@ std::uint64_t Engine::close(std::int64_t timeout_ns) {
 // Only a thread that hangs in the kernel leaves transfers behind. They end here.
 void Engine::end_remaining_jobs() {
     const std::lock_guard lock(outbox_->mutex);
-    for (auto& [id, job] : outbox_->jobs) {
+    while (!outbox_->jobs.empty()) {
+        auto& [id, job] = *outbox_->jobs.begin();
         if (job.direction == Direction::store && job.sources_open > 0) {
             outbox_->events.source_free.push_back(id);
         }
         for (RowResult& result : job.results) {
             if (result.status == RowStatus::pending) result = {RowStatus::timed_out, true, 0};
         }
-        outbox_->events.finished.push_back({id, job.direction, std::move(job.results)});
+        outbox_->finish(id);
     }
-    outbox_->jobs.clear();
     if (!outbox_->empty()) outbox_->tell();
     outbox_->ready.notify_all();  // whoever waits sees that the engine is closed
 }

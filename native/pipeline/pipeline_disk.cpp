@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 
+#include "io/transient.hpp"
 #include "pipeline/canary.hpp"
 #include "pipeline/check.hpp"
 #include "pipeline/pipeline.hpp"
@@ -14,10 +15,6 @@ namespace {
 constexpr std::uint8_t resumes_max = 16;  // of one I/O that keeps coming back short
 constexpr std::uint8_t retries_max = 8;   // of one I/O that keeps meeting a transient answer
 constexpr std::int64_t retry_gap_first_ns = 100'000;
-
-bool transient(int error) noexcept {
-    return error == EINTR || error == EAGAIN || error == EBUSY || error == ENOMEM;
-}
 
 std::int64_t retry_time(std::int64_t now, std::uint8_t retries) noexcept {
     return now + (retry_gap_first_ns << retries);
@@ -103,7 +100,7 @@ void Pipeline::handle_payload(std::uint32_t index, std::int64_t result, std::int
     }
     if (result < 0 || static_cast<std::uint64_t>(result) > extent.io_bytes) {
         const int error = result < 0 ? static_cast<int>(-result) : EIO;
-        if (transient(error) && extent.retries < retries_max) {
+        if (io::transient(error) && extent.retries < retries_max) {
             ++stats_.ios_retried;
             extent.retry_at_ns = retry_time(now, extent.retries++);
             enter(index, Stage::retrying);
@@ -338,7 +335,7 @@ void Pipeline::handle_record(RecordWrite& write, std::int64_t result, std::int64
     int error = 0;
     if (result < 0 || static_cast<std::uint64_t>(result) > write.io_bytes) {
         error = result < 0 ? static_cast<int>(-result) : EIO;
-        if (transient(error) && write.retries < retries_max) {
+        if (io::transient(error) && write.retries < retries_max) {
             ++stats_.ios_retried;
             write.retry_at_ns = retry_time(now, write.retries++);
             return;

@@ -7,16 +7,11 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "io/backend.hpp"
 #include "io/large_pages.hpp"
 #include "pipeline/check.hpp"
 
 namespace kvdisk {
-
-namespace {
-
-constexpr std::uint64_t area_bytes_max = std::uint64_t{1} << 30;  // io_uring_register(2)
-
-}  // namespace
 
 AlignedMemory::AlignedMemory(std::size_t bytes) : bytes_(bytes) {
     void* const mapped = io::map_large(bytes);
@@ -34,12 +29,12 @@ AlignedMemory::~AlignedMemory() {
 
 Ring::Ring(std::uint32_t buffer_count, std::uint64_t buffer_bytes)
     : buffer_bytes_(buffer_bytes),
-      buffers_per_area_(
-          static_cast<std::uint32_t>(std::max<std::uint64_t>(1, area_bytes_max / buffer_bytes))),
+      buffers_per_area_(static_cast<std::uint32_t>(
+          std::max<std::uint64_t>(1, io::area_bytes_max / buffer_bytes))),
       memory_(buffer_count * buffer_bytes),
       states_(buffer_count, State::free) {
     if (buffer_count == 0 || buffer_count > 0xFFFF || buffer_bytes % 4096 != 0 ||
-        buffer_bytes > area_bytes_max) {
+        buffer_bytes > io::area_bytes_max) {
         throw std::invalid_argument(
             "a ring has 1..65535 buffers of whole pages, 1 GiB at most each");
     }

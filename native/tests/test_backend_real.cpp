@@ -159,6 +159,31 @@ TEST_CASE("contract: a file that is not open for it, or not open at all, answers
     }
 }
 
+// Found by reading: -EBADF at the first I/O was all that was heard of it.
+TEST_CASE("contract: without room for its own descriptors a backend is refused at open") {
+    KVDISK_EACH_REAL_BACKEND(real) {
+        Memory memory(block_bytes);
+        const Descriptor file(::open("/dev/zero", O_RDONLY | O_CLOEXEC));
+        const int lowest_free = ::dup(file.get());
+        ::close(lowest_free);
+        rlimit before{};
+        REQUIRE(::getrlimit(RLIMIT_NOFILE, &before) == 0);
+        const rlimit full{static_cast<rlim_t>(lowest_free), before.rlim_max};
+        REQUIRE(::setrlimit(RLIMIT_NOFILE, &full) == 0);
+        int error = 0;
+        try {
+            real.make({.files = {file.get()}, .depth = 4});
+        } catch (const std::system_error& refused) {
+            error = refused.code().value();
+        }
+        ::setrlimit(RLIMIT_NOFILE, &before);
+        CHECK(error == EMFILE);
+        const int still_free = ::dup(file.get());
+        ::close(still_free);
+        CHECK(still_free == lowest_free);
+    }
+}
+
 TEST_CASE("contract: the caller's descriptors may be closed once the backend has them") {
     KVDISK_EACH_REAL_BACKEND(real) {
         Memory memory(block_bytes);
