@@ -40,6 +40,7 @@ inline constexpr const char* canary_names[] = {
     "a dropped slot is still served",
     "a source is read before its event",
     "a record page is never written",
+    "the checksum of a payload does not say whose it is",
 };
 inline constexpr int canary_last = static_cast<int>(sizeof canary_names / sizeof *canary_names) - 1;
 

@@ -4,12 +4,16 @@
 //
 // What always holds:
 //   * Every accepted transfer ends exactly once, with one result per row, in the order of its rows.
-//   * `source_free` of a store comes no later than its end.
+//   * That is soon after its deadline, also when a thread hangs in the kernel, as long as somebody
+//     polls or waits.
+//   * `source_free` of a store comes no later than its end, and a slot's release from quarantine
+//     after the results of every transfer that may have put it there.
 //   * What the kernel may still use after `close` is kept for ever, never freed.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -43,6 +47,8 @@ struct EngineOptions {
     std::uint64_t store_queue_bytes = std::uint64_t{1} << 30;
     bool direct_stores = false;
     bool direct_loads = false;
+    // For tests: what to use instead of a backend by its name.
+    std::function<std::unique_ptr<io::Backend>(const io::BackendOptions&)> make_backend;
 };
 
 struct FinishedTransfer {
@@ -129,6 +135,7 @@ class Engine {
   private:
     std::uint32_t shard_of(std::uint64_t slot) const noexcept;
     void require_own_process() const;
+    void stand_in();
     void end_remaining_jobs();
     void check_rows(const std::vector<Row>& rows) const;
 

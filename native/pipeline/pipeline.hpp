@@ -119,6 +119,9 @@ class Pipeline {
     // Store rows that have left the waiting queue since construction, however they left it.
     std::uint64_t store_rows_begun() const noexcept { return store_rows_begun_; }
 
+    // Ends what is overdue. Between steps, or while the backend's `submit` has not returned.
+    void end_overdue() { expire_due(clock_.now_ns()); }
+
     // From this time on every deadline counts as passed. The only call allowed from any thread.
     void end_by(std::int64_t time_ns) noexcept { end_by_ns_ = time_ns; }
 

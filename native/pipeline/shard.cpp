@@ -23,6 +23,47 @@ namespace {
 // How long after the limit of `close` a thread may still take to end its rows and leave.
 constexpr auto exit_slack = std::chrono::seconds(1);
 
+// How long after its deadline a transfer is overdue, and how often somebody stands in then.
+constexpr std::int64_t overdue_slack_ns = 100'000'000;
+
+// The shard's backend, which lets go of the shard's turn for each call that may hang in the kernel.
+class TurnLeavingBackend final : public io::Backend {
+  public:
+    TurnLeavingBackend(std::unique_ptr<io::Backend> backend, std::mutex& turn)
+        : backend_(std::move(backend)), turn_(turn) {}
+
+    const char* name() const noexcept override { return backend_->name(); }
+    void attach() override { backend_->attach(); }
+    std::uint32_t depth() const noexcept override { return backend_->depth(); }
+    std::uint32_t in_flight() const noexcept override { return backend_->in_flight(); }
+    void push(const io::Request& request) override { backend_->push(request); }
+    void submit() override {
+        turn_.unlock();
+        backend_->submit();
+        turn_.lock();
+    }
+    std::size_t reap(std::span<io::Completion> completions) override {
+        return backend_->reap(completions);
+    }
+    void wait(std::int64_t until_ns) override {
+        turn_.unlock();
+        backend_->wait(until_ns);
+        turn_.lock();
+    }
+    void wake() noexcept override { backend_->wake(); }
+    io::BackendStats stats() const override { return backend_->stats(); }
+    void abandon() noexcept override { backend_->abandon(); }
+
+  private:
+    std::unique_ptr<io::Backend> backend_;
+    std::mutex& turn_;
+};
+
+io::ChosenBackend choose(const EngineOptions& options, const io::BackendOptions& backend) {
+    if (options.make_backend) return {options.make_backend(backend), {}};
+    return io::choose_backend(backend, options.backend);
+}
+
 PipelineOptions pipeline_options(const EngineOptions& options, std::uint16_t area_count) {
     PipelineOptions result;
     result.block_bytes = options.layout.block_bytes;
@@ -46,10 +87,9 @@ PipelineOptions pipeline_options(const EngineOptions& options, std::uint16_t are
 
 // The blocks' own memory in pieces that can be registered, no block across two.
 std::vector<std::span<std::byte>> direct_areas(const Layout& layout) {
-    constexpr std::uint64_t area_bytes_max = std::uint64_t{1} << 30;
     const Region& region = layout.regions.front();
     const std::uint64_t blocks_per_area = std::max<std::uint64_t>(
-        1, area_bytes_max / std::max(region.block_stride_bytes, region.segment_bytes));
+        1, io::area_bytes_max / std::max(region.block_stride_bytes, region.segment_bytes));
     std::vector<std::span<std::byte>> areas;
     for (std::uint64_t first = 0; first < layout.block_count; first += blocks_per_area) {
         const std::uint64_t last = std::min(first + blocks_per_area, layout.block_count) - 1;
@@ -90,6 +130,49 @@ void Outbox::tell() {
     ready.notify_all();
 }
 
+void Outbox::open(std::uint64_t id, Job job) {
+    if (job.deadline_ns < time_never - overdue_slack_ns) {
+        overdue_ns = std::min(overdue_ns, job.deadline_ns + overdue_slack_ns);
+        ready.notify_all();  // whoever waits may have to wait less long
+    }
+    jobs.emplace(id, std::move(job));
+    id_last_ = id;
+}
+
+void Outbox::finish(std::uint64_t id) {
+    const auto found = jobs.find(id);
+    events.finished.push_back({id, found->second.direction, std::move(found->second.results)});
+    jobs.erase(found);
+    tell_released();
+}
+
+void Outbox::release(std::span<const std::uint64_t> slots) {
+    for (const std::uint64_t slot : slots) held_.push_back({slot, id_last_});
+    tell_released();
+}
+
+void Outbox::tell_released() {
+    if (held_.empty()) return;
+    std::uint64_t oldest = UINT64_MAX;
+    for (const auto& [id, job] : jobs) oldest = std::min(oldest, id);
+    for (; !held_.empty() && held_.front().after_id < oldest; held_.pop_front()) {
+        events.released_slots.push_back(held_.front().slot);
+    }
+}
+
+bool Outbox::overdue(std::int64_t now_ns) {
+    if (now_ns < overdue_ns) return false;
+    std::int64_t earliest_ns = time_never;
+    for (const auto& [id, job] : jobs) earliest_ns = std::min(earliest_ns, job.deadline_ns);
+    if (earliest_ns >= time_never - overdue_slack_ns) {
+        overdue_ns = time_never;
+        return false;
+    }
+    // One that stays open (a copy or a direct load that cannot be stopped) is looked at again.
+    overdue_ns = std::max(earliest_ns, now_ns) + overdue_slack_ns;
+    return earliest_ns + overdue_slack_ns <= now_ns;
+}
+
 // ---------------------------------------------------------------- construction
 
 Shard::Shard(const EngineOptions& options, std::uint32_t index,
@@ -115,8 +198,8 @@ Shard::Shard(const EngineOptions& options, std::uint32_t index,
     }
     backend_options.depth = 2 * options.iodepth + pipeline.record_writes;
     backend_options.force_async = options.force_async;
-    io::ChosenBackend chosen = io::choose_backend(backend_options, options.backend);
-    backend_ = std::move(chosen.backend);
+    io::ChosenBackend chosen = choose(options, backend_options);
+    backend_ = std::make_unique<TurnLeavingBackend>(std::move(chosen.backend), turn_mutex_);
     backend_reason_ = std::move(chosen.reason);
     copier_ = make_copier(options, *ring_);
     pipeline_ =
@@ -175,6 +258,15 @@ void Shard::send(Command command) {
     if (!gone_) backend_->wake();
 }
 
+void Shard::stand_in() {
+    const std::unique_lock turn(turn_mutex_, std::try_to_lock);
+    if (!turn.owns_lock() || pipeline_ == nullptr) return;
+    take_commands();
+    pipeline_->end_overdue();
+    publish();
+    backend_->wake();  // a thread that only slept goes on from here
+}
+
 void Shard::ask_stats() {
     const std::lock_guard lock(stats_mutex_);
     if (stats_final_) return;
@@ -192,6 +284,7 @@ bool Shard::add_stats(EngineStats& total, std::chrono::steady_clock::time_point 
 // ---------------------------------------------------------------- the thread
 
 void Shard::run(std::promise<void> attached) {
+    const std::lock_guard turn(turn_mutex_);
     try {
         backend_->attach();
         copier_->attach([this] { backend_->wake(); });
@@ -292,9 +385,8 @@ void Shard::publish() {
         for (; finished != nullptr; finished = pipeline_->take_finished()) {
             end_part(static_cast<Part&>(*finished));
         }
-        std::vector<std::uint64_t>& told = outbox_->events.released_slots;
-        told.insert(told.end(), released.begin(), released.end());
-        outbox_->tell();
+        outbox_->release(released);
+        if (!outbox_->empty()) outbox_->tell();
     }
     released.clear();
 }
@@ -307,10 +399,7 @@ void Shard::end_part(Part& part) {
         for (std::size_t i = 0; i < part.rows.size(); ++i) {
             job.results[part.positions[i]] = part.results[i];
         }
-        if (--job.parts_open == 0) {
-            outbox_->events.finished.push_back({part.id, job.direction, std::move(job.results)});
-            outbox_->jobs.erase(found);
-        }
+        if (--job.parts_open == 0) outbox_->finish(part.id);
     }
     const std::lock_guard lock(inbox_mutex_);
     spares_.emplace_back(&part);

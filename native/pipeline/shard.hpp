@@ -6,9 +6,11 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <deque>
 #include <future>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -23,13 +25,20 @@ struct Outbox {
         Direction direction = Direction::store;
         std::uint32_t parts_open = 0;
         std::uint32_t sources_open = 0;
+        std::int64_t deadline_ns = time_never;
         std::vector<RowResult> results;
     };
 
     Outbox();
     ~Outbox();
-    bool empty() const noexcept;  // with the mutex held
-    void tell();                  // with the mutex held
+
+    // All of these with the mutex held.
+    bool empty() const noexcept;
+    void tell();
+    void open(std::uint64_t id, Job job);  // ids grow
+    void finish(std::uint64_t id);         // its results are complete
+    void release(std::span<const std::uint64_t> slots);
+    bool overdue(std::int64_t now_ns);  // a job should have ended a while ago
 
     std::mutex mutex;
     std::condition_variable ready;
@@ -37,6 +46,19 @@ struct Outbox {
     Events events;
     int event_fd = -1;
     bool told = false;
+    std::int64_t overdue_ns = time_never;  // no job is overdue before it
+
+  private:
+    // Slots out of quarantine wait until every transfer has ended that was open when they came: one
+    // of its rows may have put them there, and its result has to come first.
+    struct HeldRelease {
+        std::uint64_t slot = 0;
+        std::uint64_t after_id = 0;
+    };
+    void tell_released();
+
+    std::deque<HeldRelease> held_;
+    std::uint64_t id_last_ = 0;
 };
 
 // A shard's share of a transfer, and where its rows belong in the whole.
@@ -57,6 +79,11 @@ class Shard : public std::enable_shared_from_this<Shard> {
     void submit(std::unique_ptr<Part> part);
     void cancel_waiting(std::uint64_t transfer_id);
     void drop(std::uint64_t slot);
+
+    // For a thread that hangs in the kernel (a submission may, on some file systems): does on the
+    // calling thread what must not wait for it, which is to end rows whose time has passed. Does
+    // nothing while the thread runs.
+    void stand_in();
 
     // Store bytes that wait for a buffer.
     std::uint64_t waiting_bytes() const noexcept {
@@ -95,6 +122,10 @@ class Shard : public std::enable_shared_from_this<Shard> {
     void leave();
     void send(Command command);
     void answer_stats(bool final);
+
+    // Held by the thread, but not while it is in a call that may hang in the kernel. Guards all
+    // that the thread uses except the backend, which is the thread's own throughout.
+    std::mutex turn_mutex_;
 
     MonotonicClock clock_;
     std::uint64_t block_bytes_;

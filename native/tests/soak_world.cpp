@@ -111,6 +111,24 @@ void World::run_episode(std::uint64_t rows) {
     model_->restarted(clean, kept);
 }
 
+// Some pairs of slots have changed places, and so have the checksums in their records: only whose
+// payload a checksum is of tells now.
+void World::exchange_payloads() {
+    std::vector<std::byte> first(geometry_.slot_bytes), second(geometry_.slot_bytes);
+    for (int tries = 0; tries < 16; ++tries) {
+        const std::uint64_t a = random_.below(slot_count_), b = random_.below(slot_count_);
+        if (a == b || !records_->occupied(a) || !records_->occupied(b)) continue;
+        SlotRecord record_a = records_->at(a), record_b = records_->at(b);
+        std::swap(record_a.payload_checksum, record_b.payload_checksum);
+        records_->set(record_a);
+        records_->set(record_b);
+        disk_->file(0).read(a * geometry_.slot_bytes, first);
+        disk_->file(0).read(b * geometry_.slot_bytes, second);
+        disk_->file(0).write(a * geometry_.slot_bytes, second);
+        disk_->file(0).write(b * geometry_.slot_bytes, first);
+    }
+}
+
 void World::choose_options() {
     harm_ = !faults_ || random_.below(8) == 0 ? Harm::none
             : random_.below(2) == 0           ? Harm::open
@@ -160,6 +178,7 @@ void World::open() {
     std::vector<std::byte> bytes(records_->page_count() * record_page_bytes);
     disk_->file(1).read(record_offset_, bytes);
     records_->restore(bytes);
+    if (harm_ == Harm::silent) exchange_payloads();
 
     std::vector<std::span<std::byte>> areas = ring_->areas();
     options_.record_area = static_cast<std::uint16_t>(areas.size());

@@ -134,6 +134,7 @@ class World {
     void choose_options();
     void open();
     io::SimFaults choose_faults();
+    void exchange_payloads();
     void iterate(bool submitting);
     std::int64_t step();
     void disturb();

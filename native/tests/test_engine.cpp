@@ -4,8 +4,11 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <cstdlib>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <string>
@@ -13,6 +16,7 @@
 #include <vector>
 
 #include "pipeline/engine.hpp"
+#include "pipeline/shard.hpp"
 
 namespace {
 
@@ -300,4 +304,159 @@ TEST_CASE("engine: the direct path moves blocks without a bounce copy") {
     CHECK(engine.close(patience_ns) == 0);
     CHECK(std::memcmp(blocks, blocks + slot_count * slot_bytes, slot_count * slot_bytes) == 0);
     std::free(memory);
+}
+
+namespace {
+
+// A backend whose submissions hang while somebody holds the gate, as in the kernel on some file
+// systems.
+struct Gate {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool closed = false;
+    bool hanging = false;  // somebody waits at it
+
+    void set(bool value) {
+        const std::lock_guard lock(mutex);
+        closed = value;
+        changed.notify_all();
+    }
+    void pass() {
+        std::unique_lock lock(mutex);
+        hanging = closed;
+        changed.notify_all();
+        changed.wait(lock, [this] { return !closed; });
+        hanging = false;
+    }
+    void wait_until_hanging() {
+        std::unique_lock lock(mutex);
+        changed.wait(lock, [this] { return hanging; });
+    }
+};
+
+class HangingBackend final : public io::Backend {
+  public:
+    HangingBackend(std::unique_ptr<io::Backend> backend, std::shared_ptr<Gate> gate)
+        : backend_(std::move(backend)), gate_(std::move(gate)) {}
+    const char* name() const noexcept override { return "hanging"; }
+    void attach() override { backend_->attach(); }
+    std::uint32_t depth() const noexcept override { return backend_->depth(); }
+    std::uint32_t in_flight() const noexcept override { return backend_->in_flight(); }
+    void push(const io::Request& request) override {
+        backend_->push(request);
+        pushed_ = true;
+    }
+    void submit() override {
+        if (std::exchange(pushed_, false)) gate_->pass();
+        backend_->submit();
+    }
+    std::size_t reap(std::span<io::Completion> completions) override {
+        return backend_->reap(completions);
+    }
+    void wait(std::int64_t until_ns) override { backend_->wait(until_ns); }
+    void wake() noexcept override { backend_->wake(); }
+    io::BackendStats stats() const override { return backend_->stats(); }
+    void abandon() noexcept override { backend_->abandon(); }
+
+  private:
+    std::unique_ptr<io::Backend> backend_;
+    std::shared_ptr<Gate> gate_;
+    bool pushed_ = false;
+};
+
+void hear(Engine& engine, Events& heard) {
+    Events events = engine.poll();
+    const auto append = [](auto& all, auto& more) {
+        all.insert(all.end(), std::make_move_iterator(more.begin()),
+                   std::make_move_iterator(more.end()));
+    };
+    append(heard.source_free, events.source_free);
+    append(heard.released_slots, events.released_slots);
+    append(heard.finished, events.finished);
+}
+
+// The results of a transfer, or nothing when it does not end within ten seconds.
+std::vector<RowResult> results_of(Engine& engine, std::uint64_t id, Events& heard) {
+    const std::int64_t give_up_ns = MonotonicClock().now_ns() + 10'000'000'000;
+    while (MonotonicClock().now_ns() < give_up_ns) {
+        const auto found = std::ranges::find(heard.finished, id, &FinishedTransfer::id);
+        if (found != heard.finished.end()) return found->results;
+        engine.wait(1'000'000'000);
+        hear(engine, heard);
+    }
+    return {};
+}
+
+}  // namespace
+
+TEST_CASE("engine: transfers end in time although their thread hangs in a submission") {
+    Fixture fixture;
+    const auto gate = std::make_shared<Gate>();
+    EngineOptions options = fixture.options("threads", 1);
+    options.make_backend = [gate](const io::BackendOptions& backend) {
+        return std::make_unique<HangingBackend>(io::make_threads(backend), gate);
+    };
+    Engine engine(options);
+    Events heard;
+    for (std::uint64_t slot : {1, 2}) fixture.fill(slot, static_cast<unsigned>(slot));
+    const std::uint64_t stored =
+        engine.submit(Direction::store, {row(1, 1), row(2, 2)}, patience_ns, -1, 0);
+    REQUIRE(results_of(engine, stored, heard)[0].status == RowStatus::ok);
+
+    gate->set(true);
+    const std::int64_t begun_ns = MonotonicClock().now_ns();
+    const std::uint64_t at_disk =
+        engine.submit(Direction::load, {row(1, slot_count)}, 200'000'000, -1, 0);
+    gate->wait_until_hanging();
+    const std::uint64_t unheard =  // the thread never learns of these before they are over
+        engine.submit(Direction::load, {row(2, slot_count + 1)}, 200'000'000, -1, 0);
+    const std::uint64_t store = engine.submit(Direction::store, {row(3, 3)}, 200'000'000, -1, 0);
+    const std::vector<RowResult> first = results_of(engine, at_disk, heard);
+    REQUIRE(first.size() == 1);
+    CHECK(first[0].status == RowStatus::timed_out);
+    CHECK(first[0].quarantined);
+    for (const std::uint64_t id : {unheard, store}) {
+        const std::vector<RowResult> later = results_of(engine, id, heard);
+        REQUIRE(later.size() == 1);
+        CHECK(later[0].status == RowStatus::timed_out);
+        CHECK_FALSE(later[0].quarantined);
+    }
+    CHECK(MonotonicClock().now_ns() - begun_ns < 2'000'000'000);
+    CHECK(std::ranges::count(heard.source_free, store) == 1);
+    CHECK(heard.released_slots.empty());
+
+    // The read comes after all, and writes to nobody's block.
+    fixture.fill(slot_count, 77);
+    fixture.fill(slot_count + 2, 77);
+    gate->set(false);
+    const std::uint64_t again =
+        engine.submit(Direction::load, {row(2, slot_count + 1)}, patience_ns, -1, 0);
+    REQUIRE(results_of(engine, again, heard)[0].status == RowStatus::ok);
+    while (heard.released_slots.empty() && engine.wait(10'000'000'000)) hear(engine, heard);
+    CHECK(heard.released_slots == std::vector<std::uint64_t>{1});
+    CHECK(fixture.equal(slot_count, slot_count + 2));
+    CHECK(fixture.equal(2, slot_count + 1));
+    CHECK(engine.close(patience_ns) == 0);
+}
+
+// Found by reading: a slot could be told as released before the result that said it was held.
+TEST_CASE("engine: a slot's release is told after the results of all that were open when it came") {
+    Outbox outbox;
+    const std::lock_guard lock(outbox.mutex);
+    const std::vector<std::uint64_t> seven{7}, eight{8};
+    outbox.open(1, {.parts_open = 2});
+    outbox.open(2, {.parts_open = 1});
+    outbox.release(seven);
+    outbox.open(3, {.parts_open = 1});
+    CHECK(outbox.empty());
+    outbox.finish(2);
+    outbox.release(eight);
+    CHECK(outbox.events.released_slots.empty());
+    outbox.finish(1);
+    CHECK(outbox.events.released_slots == seven);
+    outbox.finish(3);
+    CHECK(outbox.events.released_slots == std::vector<std::uint64_t>{7, 8});
+    outbox.events = {};
+    outbox.release(seven);
+    CHECK(outbox.events.released_slots == seven);
 }

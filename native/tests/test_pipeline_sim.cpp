@@ -6,6 +6,7 @@
 #include <array>
 #include <cerrno>
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #include "io/sim.hpp"
@@ -54,12 +55,16 @@ struct Fixture final : Clock {
 
     // Block, slot and key have the same number; so has the content of a store.
     Transfer& submit(Direction direction, std::uint64_t number, std::int64_t timeout_ns) {
+        if (direction == Direction::store) device.put(number, content(number));
+        return submit_row(direction, {number, number, make_key(number)}, timeout_ns);
+    }
+
+    Transfer& submit_row(Direction direction, const Row& row, std::int64_t timeout_ns) {
         Transfer& transfer = *transfers.emplace_back(std::make_unique<Transfer>());
         transfer.id = transfers.size();
         transfer.direction = direction;
         transfer.deadline_ns = now_ns() + timeout_ns;
-        transfer.rows = {{number, number, make_key(number)}};
-        if (direction == Direction::store) device.put(number, content(number));
+        transfer.rows = {row};
         pipeline->submit(&transfer);
         return transfer;
     }
@@ -179,6 +184,36 @@ TEST_CASE(
             CHECK(fixture.move(Direction::load, 5) == RowStatus::corrupt);
             CHECK(fixture.move(Direction::load, 5) == RowStatus::miss);
             CHECK(fixture.pipeline->stats().rows_corrupt == 1);
+        }
+    }
+}
+
+// The record is whole and names what is asked for; its checksum is of just these bytes, but as
+// somebody else's.
+TEST_CASE("pipeline: a payload whose checksum was taken for another is corrupt") {
+    for (const bool copier_hashes : {false, true}) {
+        for (const char* const other : {"nothing", "key", "slot", "sequence", "epoch"}) {
+            const auto differs = [&](const char* what) {
+                return std::string_view(other) == what ? 1U : 0U;
+            };
+            Fixture fixture(4, copier_hashes);
+            CHECK(fixture.move(Direction::store, 5) == RowStatus::ok);
+            const SlotRecord stored = fixture.records.at(5);
+            const Key key = make_key(5 + differs("key"));
+            const std::uint64_t slot = 5 + differs("slot");
+            fixture.disk.file(0).write(slot * block_bytes, fixture.content(5));
+            if (differs("epoch") != 0) {
+                fixture.records = SlotRecords(slot_count, 2);
+            }
+            fixture.records.set(make_record(key, slot, stored.sequence + differs("sequence"),
+                                            fixture.records.epoch(), stored.valid_bytes,
+                                            stored.payload_checksum));
+            const Transfer& load =
+                fixture.submit_row(Direction::load, {7, slot, key}, 1'000'000'000);
+            fixture.run(1'000'000'000);
+            CAPTURE(other);
+            CHECK(load.results[0].status ==
+                  (differs("nothing") != 0 ? RowStatus::ok : RowStatus::corrupt));
         }
     }
 }
