@@ -1,17 +1,25 @@
 """What the engine takes from a server's Python thread (scenario A33).
 
-A thread counts in pure Python: alone, beside an idle engine and beside a saturated one, in turns.
+A thread counts in pure Python: alone, and beside an engine that is kept busy in three ways:
+
+* ahead: loads for the whole measurement were submitted before it, and nobody polls. What is lost is
+  the engine's own doing: it never takes the GIL between submit and completion.
+* stepping: the counting thread is the scheduler, too; every 10 ms it polls and submits what ended.
+  What those calls take is lost, as in a serving engine's scheduler.
+* feeding: a second Python thread waits for events and submits at once. Most of what is lost then is
+  Python's: two threads that want the GIL hand it over in switch intervals of 5 ms.
+
 Pinned to processors, so that the question is about the GIL and not about who gets a core:
 
 * one core free: the counter has a processor of its own, everything of the engine runs elsewhere;
 * both busy: the counter shares its processor with the engine.
 
 On shared or virtual machines a busy neighbour costs speed by itself, so the counter also runs
-beside another process that keeps the engine's processors busy: what the engine takes beyond that
-is its own.
+beside another process that keeps the engine's processors busy: what is kept is told as a share of
+that, too. And interrupts of the disk may land on the counter's processor: so the counter's speed
+for each second of its own CPU time is told as well.
 
-A second Python thread feeds the engine with large batches, as a scheduler does with a few calls a
-step. Also: CPU and wake-ups of the engine's threads over ten idle seconds.
+Also: CPU and wake-ups of the engine's threads over ten idle seconds.
 
     python bench/gil.py --output bench/results/gil.json
 """
@@ -25,14 +33,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rig import Rig, open_rig, report, surroundings
 
+from kvdisk.transfer import TransferResult
+
 ROOT = Path(__file__).resolve().parent.parent
+WAYS = ("ahead", "stepping", "feeding")
+STEP_S = 0.01  # of a serving engine's scheduler
+AHEAD_BYTES_PER_SECOND = 8e9  # more than the engine will load
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -47,51 +62,110 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def count_for(seconds: float) -> float:
-    """Steps of a counting loop per second of wall time."""
+@dataclass
+class Speed:
+    """Steps of the counting loop, by the clock and by the CPU time that the thread got."""
+
+    per_second: float
+    per_cpu_second: float
+
+
+def count_for(seconds: float, step: Callable[[], None] | None = None) -> Speed:
+    """Count; ``step`` is called every 10 ms and its time counts as lost."""
     steps = 0
-    started = time.perf_counter()
+    cpu_started, started = time.thread_time(), time.perf_counter()
     until = started + seconds
-    while time.perf_counter() < until:
+    tick = started + STEP_S if step is not None else until
+    now = started
+    while now < until:
         for _ in range(1000):
             steps += 1
-    return steps / (time.perf_counter() - started)
+        now = time.perf_counter()
+        if step is not None and now >= tick:
+            step()
+            tick = now + STEP_S
+    elapsed, cpu = time.perf_counter() - started, time.thread_time() - cpu_started
+    return Speed(steps / elapsed, steps / cpu)
 
 
-class Feeder:
-    """Keeps two transfers in flight, alternately loads and stores."""
+class Load:
+    """Work for the engine: batches of loads and stores, alternately."""
 
-    def __init__(self, rig: Rig, batch: int, processors: set[int]) -> None:
+    def __init__(self, rig: Rig, batch: int) -> None:
         self._rig = rig
         self._batch = batch
-        self._processors = processors
-        self._stop = threading.Event()
+        self._half = rig.slot_count // 2
+        self._open = 0
         self.blocks = 0
-        self._thread = threading.Thread(target=self._run)
 
-    def __enter__(self) -> Feeder:
-        self._thread.start()
-        return self
+    def begin(self) -> None:
+        self._submit(load=True)
+        self._submit(load=False)
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
+    def go_on(self) -> None:
+        """Take what has ended and submit as much again."""
+        for result in self._rig.engine.poll().finished:
+            self._take(result)
+            self._submit(load=result.direction == 1)
 
-    def _run(self) -> None:
-        os.sched_setaffinity(0, self._processors)
-        half = self._rig.slot_count // 2
-        self._rig.load(list(range(self._batch)))
-        self._rig.store(list(range(half, half + self._batch)))
-        while not self._stop.is_set():
-            self._rig.engine.wait(1.0)
+    def end(self) -> None:
+        while self._open > 0:
+            assert self._rig.engine.wait(30.0), "the disk hangs"
             for result in self._rig.engine.poll().finished:
-                assert result.ok
-                self.blocks += len(result.statuses)
-                if result.direction == 1:
-                    self._rig.load(list(range(self._batch)))
-                else:
-                    self._rig.store(list(range(half, half + self._batch)))
-        self._rig.drain(2)
+                self._take(result)
+
+    def _submit(self, load: bool) -> None:
+        self._open += 1
+        if load:
+            self._rig.load(list(range(self._batch)))
+        else:
+            self._rig.store(list(range(self._half, self._half + self._batch)))
+
+    def _take(self, result: TransferResult) -> None:
+        assert result.ok
+        self._open -= 1
+        self.blocks += len(result.statuses)
+
+
+def blocks_moved(rig: Rig) -> int:
+    stats = rig.engine.stats()
+    return int(stats["rows_loaded"] + stats["rows_stored"])
+
+
+@contextmanager
+def ahead(rig: Rig, arguments: argparse.Namespace) -> Iterator[None]:
+    """One transfer that keeps the engine busy for longer than the measurement."""
+    rows = int(AHEAD_BYTES_PER_SECOND * (arguments.seconds + 1.0)) // arguments.block
+    slots = [row % rig.slot_count for row in range(rows)]
+    base = rig.cache.source_count
+    targets = np.array([base + row % arguments.batch for row in range(rows)])
+    rig.engine.submit_load(rig.keys(slots), slots, targets, timeout_s=arguments.seconds + 1)
+    time.sleep(0.2)
+    yield
+    while not rig.engine.poll().finished:  # what is left times out
+        assert rig.engine.wait(30.0), "the disk hangs"
+
+
+@contextmanager
+def feeding(load: Load, rig: Rig, processors: set[int]) -> Iterator[None]:
+    stop = threading.Event()
+
+    def run() -> None:
+        os.sched_setaffinity(0, processors)
+        load.begin()
+        while not stop.is_set():
+            rig.engine.wait(1.0)
+            load.go_on()
+        load.end()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        time.sleep(0.2)
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def engine_threads() -> list[int]:
@@ -149,6 +223,26 @@ def burning(processors: set[int]) -> Iterator[None]:
             process.kill()
 
 
+def beside_engine(
+    rig: Rig, way: str, arguments: argparse.Namespace, processors: set[int]
+) -> tuple[Speed, float]:
+    """The counter's speed, and the engine's bytes per second meanwhile."""
+    load = Load(rig, arguments.batch)
+    if way == "stepping":
+        load.begin()
+        context: AbstractContextManager[None] = nullcontext()
+    elif way == "feeding":
+        context = feeding(load, rig, processors)
+    else:
+        context = ahead(rig, arguments)
+    with context:
+        started, blocks = time.perf_counter(), blocks_moved(rig)
+        speed = count_for(arguments.seconds, load.go_on if way == "stepping" else None)
+        moved = (blocks_moved(rig) - blocks) * arguments.block / (time.perf_counter() - started)
+    load.end()
+    return speed, moved
+
+
 def measure(rig: Rig, arguments: argparse.Namespace) -> dict[str, Any]:
     available = sorted(os.sched_getaffinity(0))
     mine = {available[0]}
@@ -157,35 +251,38 @@ def measure(rig: Rig, arguments: argparse.Namespace) -> dict[str, Any]:
     os.sched_setaffinity(0, mine)
     for name, theirs in places.items():
         pin_others(theirs)
-        shares: dict[str, list[float]] = {
-            each: [] for each in ("idle engine", "busy engine", "busy process")
-        }
-        speeds = []
+        kept: dict[str, list[tuple[float, float]]] = {}
+        moved: dict[str, list[float]] = {way: [] for way in WAYS}
         for _ in range(arguments.rounds):
             before = count_for(arguments.seconds)
-            with Feeder(rig, arguments.batch, theirs) as feeder:
-                time.sleep(0.2)
-                started, blocks = time.perf_counter(), feeder.blocks
-                beside = count_for(arguments.seconds)
-                elapsed = time.perf_counter() - started
-                speeds.append((feeder.blocks - blocks) * arguments.block / elapsed / 1e6)
-            after = count_for(arguments.seconds)
-            with burning(theirs):
-                control = count_for(arguments.seconds)
-            last = count_for(arguments.seconds)
-            shares["busy process"].append(2 * control / (after + last))
-            shares["busy engine"].append(2 * beside / (before + after))
-            shares["idle engine"].append(after / before)
+            for way in (*WAYS, "busy process", "nothing"):
+                if way in WAYS:
+                    beside, speed = beside_engine(rig, way, arguments, theirs)
+                    moved[way].append(speed)
+                elif way == "busy process":
+                    with burning(theirs):
+                        beside = count_for(arguments.seconds)
+                else:
+                    beside = count_for(arguments.seconds)
+                after = count_for(arguments.seconds)
+                kept.setdefault(way, []).append(
+                    (
+                        2 * beside.per_second / (before.per_second + after.per_second),
+                        2 * beside.per_cpu_second / (before.per_cpu_second + after.per_cpu_second),
+                    )
+                )
+                before = after
+        neighbour = statistics.median(share for share, _ in kept["busy process"])
         result[name] = {
-            "engine_mb_per_s": statistics.median(speeds),
-            **{
-                f"kept beside {engine}": {
-                    "median": statistics.median(each),
-                    "least": min(each),
-                    "most": max(each),
-                }
-                for engine, each in shares.items()
-            },
+            way: {
+                "kept": statistics.median(share for share, _ in each),
+                "kept_least": min(share for share, _ in each),
+                "kept_most": max(share for share, _ in each),
+                "kept_per_cpu_second": statistics.median(share for _, share in each),
+                "of_busy_process": statistics.median(share for share, _ in each) / neighbour,
+                **({"engine_mb_per_s": statistics.median(moved[way]) / 1e6} if way in WAYS else {}),
+            }
+            for way, each in kept.items()
         }
     os.sched_setaffinity(0, set(available))
     return result
