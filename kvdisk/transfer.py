@@ -131,8 +131,8 @@ class TransferEngine:
     memory only. The engine works on duplicates: closing the descriptors does not disturb it.
 
     ``iodepth`` payload I/Os are in flight per shard and direction, and ``buffers`` bounce buffers
-    of ``rows_per_buffer`` slots stage them; stores never take ``load_reserve`` of those. While loads
-    are about, and for a second after, no more bytes of stores are in flight (per shard) than
+    of ``rows_per_buffer`` slots stage them; stores never take ``load_reserve`` of those. While
+    loads are about, and for a second after, no more bytes of stores are in flight (per shard) than
     ``store_depth_beside_loads`` buffers hold, so that a load waits behind little.
     ``direct_stores`` and ``direct_loads`` skip the bounce copy for blocks in aligned host memory;
     a direct load gives up its deadline while the kernel may still write into the block.

@@ -63,6 +63,16 @@ class KvCache:
             np.bitwise_xor(self._veil, mark, out=self._words[:, block, ::STAMP_WORDS])
         return 0
 
+    def gather(self, block: int, staging: npt.NDArray[np.uint64]) -> None:
+        """Copy a block's segments to the beginning of ``staging``."""
+        segments = self._words[:, block]
+        staging[: segments.size].reshape(segments.shape)[:] = segments
+
+    def scatter(self, block: int, staging: npt.NDArray[np.uint64]) -> None:
+        """Copy the beginning of ``staging`` to a block's segments."""
+        segments = self._words[:, block]
+        segments[:] = staging[: segments.size].reshape(segments.shape)
+
     def holds(self, target: int, source: int, mark: np.uint64) -> bool:
         """See ``Cache`` in caches.py."""
         loaded, stored = self._words[:, target], self._words[:, source]

@@ -14,6 +14,7 @@ from typing import Final
 
 from kvdisk.bench.fio import fio_command, require_fio, run_fio
 from kvdisk.bench.job import Job
+from kvdisk.bench.one_by_one import OneByOne
 from kvdisk.bench.raw import RawRunner
 from kvdisk.bench.result import Comparison, Round, Verdict, compare
 from kvdisk.bench.runner import Facts, Progress, Runner
@@ -55,7 +56,7 @@ def run_session(job: Job, contenders: Sequence[str], begin: BeginPhase) -> Outco
         threads = None
         if "threads" in contenders:
             slow = replace(job, backend="threads", iodepth=1, numjobs=1)
-            threads = _open(slow, stack)
+            threads = _open_threads(slow, stack)
             threads.fill(begin("laying out the file of threads", slow.file_bytes, None))
         runner.fill(begin("laying out the file", job.file_bytes, None))
         if program:
@@ -101,6 +102,15 @@ def _open(job: Job, stack: ExitStack) -> Runner:
     runner: Runner = RawRunner(job) if job.layer == "raw" else WholeRunner(job)
     stack.callback(runner.close)
     return runner
+
+
+def _open_threads(job: Job, stack: ExitStack) -> Runner | OneByOne:
+    """One I/O in flight; for blocks in host memory as engines' own disk tiers do it."""
+    if job.layer == "raw" or job.device != "cpu":
+        return _open(job, stack)
+    threads = OneByOne(job)
+    stack.callback(threads.close)
+    return threads
 
 
 def _after_fio(job: Job, runner: Runner, begin: BeginPhase) -> None:
