@@ -13,6 +13,7 @@ import os
 import random
 import resource
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from kvdisk.transfer import RowStatus
 from tests.faults.disks import freeze, loop_disk, loop_ext4, thaw, tmpfs
 from tests.tier.tier_rig import KIB, MIB, TierRig, config_of, keys_of, ok, tier_rig
 
+ROOT = Path(__file__).resolve().parents[2]
 OK = RowStatus.OK
 KEYS = keys_of(range(32))
 MORE = keys_of(range(100, 132))
@@ -354,6 +356,65 @@ def test_a23_a_clear_on_a_frozen_disk_waits_no_longer_than_told(tmp_path: Path) 
         rig.legal.clear()
         assert rig.hits(KEYS) == 0
         assert rig.store(KEYS, generation=1) == ok(32)
+        assert rig.load(KEYS) == ok(32)
+
+
+# --- A24, A25: a disk that cannot keep up; a kernel that refuses io_uring
+
+
+@pytest.mark.root
+def test_a24_stores_offered_to_a_silent_disk_are_bounded_and_dropped(tmp_path: Path) -> None:
+    """Ten times what the queue holds: no call waits, the surplus is counted, loads pass by."""
+    with (
+        loop_ext4(tmp_path) as mount,
+        tier_rig(
+            mount / "kv",
+            slots=1024,  # as many as are offered before anything is told
+            blocks=64,
+            store_queue_bytes=MIB,
+            store_wait_ns=100_000_000,
+        ) as rig,
+    ):
+        assert rig.store(KEYS) == ok(32)
+        freeze(mount)
+        offered = [
+            rig.tier.store(keys_of(range(1000 + 8 * n, 1008 + 8 * n)), range(8)) for n in range(100)
+        ]
+        assert rig.tier.stats().engine_sum("store_queue_bytes") <= MIB
+        assert rig.load(KEYS) == ok(32)
+        rig.wait_until(lambda: rig.tier.stats().counters.refusals["queue"] > 400)
+        thaw(mount)
+        for transfer_id in offered:
+            rig.finish(transfer_id)
+        assert rig.source_free >= set(offered)
+        rig.wait_until(lambda: rig.tier.health().status == "ok")
+        assert rig.store(MORE) == ok(32)
+        assert rig.load([*KEYS, *MORE]) == ok(64)
+
+
+@pytest.mark.parametrize("number", ["EPERM", "ENOSYS"])
+def test_a25_without_io_uring_all_is_the_same(tmp_path: Path, number: str) -> None:
+    program = f"""
+from pathlib import Path
+from tests.tier.tier_rig import TierRig, keys_of, ok
+rig = TierRig(Path({str(tmp_path)!r}))
+assert rig.store(keys_of(range(32))) == ok(32)
+assert rig.load(keys_of(range(32))) == ok(32)
+facts = rig.tier.health().facts
+print(facts["backend"], facts["backend_reason"])
+rig.close()
+"""
+    seccomp = [sys.executable, "tests/faults/seccomp.py", "--syscall", "io_uring_setup"]
+    done = subprocess.run(
+        [*seccomp, "--errno", number, "--", sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("threads")
+    assert len(done.stdout.split()) > 3, "it says why"
+    with tier_rig(tmp_path, legal={key: {0} for key in KEYS}) as rig:
         assert rig.load(KEYS) == ok(32)
 
 

@@ -6,6 +6,7 @@ workers on real files.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import pickle
 import random
@@ -129,6 +130,24 @@ class TestToldByHand:
         scheduler.apply(RankReport(1, released_slots=[slot]))
         assert scheduler.counts().free == 64
         scheduler.check()
+
+    @pytest.mark.parametrize(
+        ("number", "stays"), [(errno.EAGAIN, True), (errno.ENOMEM, True), (errno.EIO, False)]
+    )
+    def test_a22_only_a_lasting_error_costs_the_key(
+        self, scheduler: TierScheduler, number: int, stays: bool
+    ) -> None:
+        keys = keys_of(range(2))
+        stored = scheduler.store(keys, range(2))
+        for rank in (0, 1):
+            scheduler.apply(_report(rank, stored, [OK, OK]))
+        loading = scheduler.load(keys, range(2))
+        scheduler.apply(_report(0, loading, [OK, OK]))
+        scheduler.apply(_report(1, loading, [FAILED, OK], error=number))
+        assert scheduler.take_finished()[1].statuses.tolist() == [FAILED, OK]
+        assert scheduler.readable(keys).tolist() == [stays, True]
+        assert scheduler.counts().pinned == 0
+        assert scheduler.counters.misses == {"failed": 1}
 
     def test_a5_odd_orders_are_counted_and_change_nothing(self, scheduler: TierScheduler) -> None:
         keys = keys_of(range(2))
