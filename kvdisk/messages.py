@@ -10,7 +10,7 @@ Scheduler to every worker: ``Transfer`` and ``Clear``. Each worker to the schedu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -73,6 +73,16 @@ class RankOpened:
     restored_key_lengths: npt.NDArray[np.uint8]
     paths: tuple[PathState, ...]
     facts: dict[str, object]
+
+    def without_restored(self) -> RankOpened:
+        """The same, without the memory of what was restored."""
+        return replace(
+            self,
+            restored_slots=self.restored_slots[:0].copy(),
+            restored_sequences=self.restored_sequences[:0].copy(),
+            restored_keys=self.restored_keys[:0].copy(),
+            restored_key_lengths=self.restored_key_lengths[:0].copy(),
+        )
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,26 @@ class OpenTransfers:
         opened = self._open.get(transfer_id)
         return opened is not None and rank in opened.results_missing
 
+    def end_of_rank(self, rank: int) -> tuple[list[int], list[RankResult], list[int]]:
+        """What a rank that has ended would have reported: sources, results and releases.
+
+        Its requests have ended as well: the kernel gives up a process's files, and the lock on
+        them, only when nothing is under way there any more.
+        """
+        expected = [opened for opened in self._open.values() if rank in opened.results_missing]
+        sources = [each.transfer.id for each in expected if rank in each.sources_missing]
+        results = []
+        for opened in expected:
+            rows = len(opened.transfer)
+            timed_out = np.full(rows, RowStatus.TIMED_OUT, dtype=np.uint8)
+            no_errors = np.zeros(rows, dtype=np.int32)
+            none_held = np.zeros(rows, dtype=np.bool_)
+            results.append(RankResult(opened.transfer.id, timed_out, no_errors, none_held))
+        slots = [
+            slot for slot, holds in self._holds.items() if any(rank in hold.ranks for hold in holds)
+        ]
+        return sources, results, slots
+
     def void_all(self) -> None:
         """Nothing that is under way counts any more, however it ends."""
         for opened in self._open.values():

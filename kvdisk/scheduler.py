@@ -18,12 +18,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from kvdisk.agreement import keys_not_held, rows_of_all
 from kvdisk.config import TierConfig
 from kvdisk.errors import ConfigError
 from kvdisk.key_index import ABSENT, KEY_BYTES_MAX, KeyBatch
@@ -90,6 +91,7 @@ class TierScheduler:
         self._counters = TierCounters(block_bytes=block_bytes * world_size)
         self._opened: dict[int, RankOpened] = {}
         self._ready = False
+        self._joined_once = False
         self._rank_paths: dict[int, tuple[PathState, ...]] = {}
         self._up = {direction: np.ones(self.placement.path_count, bool) for direction in Direction}
         self._open = OpenTransfers(world_size)
@@ -105,8 +107,8 @@ class TierScheduler:
     def attach(self, opened: RankOpened) -> bool:
         """Take a worker's first message. True when it was the last one missing.
 
-        Until then every lookup misses and every store is refused. Blocks that all ranks have come
-        back then, the latest stored ones as the latest used.
+        Until then every lookup misses and every store is refused. Then what all ranks have comes
+        back, what was stored last as used last.
 
         Raises ConfigError when the rank does not fit this scheduler.
         """
@@ -120,13 +122,27 @@ class TierScheduler:
         if opened.rank in self._opened:
             raise ConfigError(f"rank {opened.rank} is here twice: use the engine's global rank.")
         self._opened[opened.rank] = opened
-        self._rank_paths[opened.rank] = opened.paths
-        self._update_paths()
+        self._set_paths(opened.rank, opened.paths)
+        if self._joined_once:
+            self._allocator.drop(keys_not_held(self._allocator.entries(), opened))
         if len(self._opened) < self._world_size:
             return False
-        self._restore()
-        self._ready = True
+        ranks = [self._opened[rank] for rank in range(self._world_size)]
+        if not self._joined_once:
+            self._restore(ranks)
+        self._opened = {each.rank: each.without_restored() for each in ranks}
+        self._ready = self._joined_once = True
         return True
+
+    def detach(self, rank: int) -> None:
+        """A worker's process has ended: until another is attached, nothing is read or stored."""
+        self._opened.pop(rank, None)
+        self._ready = False
+        away = PathState(loads=False, stores=False, reason=f"rank {rank} is away")
+        self._set_paths(rank, (away,) * self.placement.path_count)
+        report = RankReport(rank, *self._open.end_of_rank(rank))
+        report.cleared.extend(clear_id for clear_id, at in self._clears.items() if rank in at)
+        self.apply(report)
 
     @property
     def ready(self) -> bool:
@@ -240,8 +256,7 @@ class TierScheduler:
         Order within a report: states of paths, results, releases.
         """
         if report.paths is not None:
-            self._rank_paths[report.rank] = report.paths
-            self._update_paths()
+            self._set_paths(report.rank, report.paths)
         for transfer_id in report.source_free:
             if self._open.source_free(report.rank, transfer_id):
                 self._source_free.append(transfer_id)
@@ -302,31 +317,14 @@ class TierScheduler:
 
     # --- steps of the above
 
-    def _restore(self) -> None:
-        ranks = [self._opened[rank] for rank in range(self._world_size)]
+    def _restore(self, ranks: list[RankOpened]) -> None:
         first = ranks[0]
-        rows = np.arange(len(first.restored_slots))
-        for other in ranks[1:]:
-            _, mine, theirs = np.intersect1d(
-                first.restored_slots[rows], other.restored_slots, return_indices=True
-            )
-            equal = (
-                first.restored_key_lengths[rows[mine]] == other.restored_key_lengths[theirs]
-            ) & (first.restored_keys[rows[mine]] == other.restored_keys[theirs]).all(axis=1)
-            rows = rows[mine[equal]]
+        rows = rows_of_all(ranks)
         batch = KeyBatch.from_rows(first.restored_keys[rows], first.restored_key_lengths[rows])
         taken = self._allocator.restore(
             batch, first.restored_slots[rows], first.restored_sequences[rows]
         )
         self._counters.restored = int(np.count_nonzero(taken))
-        for opened in ranks:  # what was restored is not needed again
-            self._opened[opened.rank] = replace(
-                opened,
-                restored_slots=first.restored_slots[:0].copy(),
-                restored_sequences=first.restored_sequences[:0].copy(),
-                restored_keys=first.restored_keys[:0].copy(),
-                restored_key_lengths=first.restored_key_lengths[:0].copy(),
-            )
 
     def _readable(self, batch: KeyBatch) -> npt.NDArray[np.bool_]:
         slots = self._allocator.find(batch)
@@ -453,7 +451,8 @@ class TierScheduler:
             TierResult(opened.transfer.id, opened.transfer.direction, opened.statuses, errors)
         )
 
-    def _update_paths(self) -> None:
+    def _set_paths(self, rank: int, paths: tuple[PathState, ...]) -> None:
+        self._rank_paths[rank] = paths
         states = self.path_states()
         self._up[Direction.LOAD] = np.array([state.loads for state in states])
         self._up[Direction.STORE] = np.array([state.stores for state in states])

@@ -293,6 +293,41 @@ class TestSplit:
         for worker in workers:
             worker.close()
 
+    def test_a_rank_that_ends_is_waited_for_and_brings_back_what_it_has(
+        self, tmp_path: Path, caches: list[np.ndarray]
+    ) -> None:
+        keys = [name(i) for i in range(16)]
+        scheduler, workers = self.open(tmp_path / "kv", caches)
+        self.run(scheduler, workers, scheduler.store(keys, np.arange(16)))
+        under_way = scheduler.load(keys, np.arange(30, 46))
+        workers[0].submit(under_way)  # the other rank ends before it gets it
+        workers[1].close()
+        scheduler.detach(1)
+        assert scheduler.lookup(keys) == 0
+        assert not len(scheduler.store([b"new"], [0]))
+        until = time.monotonic() + PATIENCE_S
+        results = {}
+        while under_way.id not in results and time.monotonic() < until:
+            workers[0].wait(0.05)
+            scheduler.apply(workers[0].poll())
+            results.update({each.transfer_id: each for each in scheduler.take_finished()})
+        assert (results[under_way.id].statuses == RowStatus.TIMED_OUT).all()
+        records = next((tmp_path / "kv").glob("*/rank-1-of-2.idx"))
+        with records.open("r+b") as opened:
+            opened.seek(4096 + 3 * 128)
+            opened.write(b"\0" * 128)
+        layout = Layout.from_tensors(list(caches[1]))
+        config = split_config(tmp_path / "kv")
+        workers[1] = TierWorker.open(layout, identity(layout), config, rank=1, world_size=2)
+        assert scheduler.attach(pickle.loads(pickle.dumps(workers[1].take_opened())))
+        assert scheduler.readable(keys).sum() == 15
+        present = [key for key in keys if scheduler.contains([key])]
+        statuses = self.run(scheduler, workers, scheduler.load(present, np.arange(30, 45)))
+        assert statuses == [RowStatus.OK] * 15
+        scheduler.check()
+        for worker in workers:
+            worker.close()
+
     def test_ranks_that_do_not_fit_are_refused(
         self, tmp_path: Path, caches: list[np.ndarray]
     ) -> None:

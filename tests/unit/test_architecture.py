@@ -31,6 +31,7 @@ GROUPS = {
         "identity",
         "placement",
         "messages",
+        "agreement",
         "open_transfers",
         "disk_path",
         "path_health",
