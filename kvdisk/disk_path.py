@@ -200,6 +200,17 @@ class DiskPath:
 
     # --- trouble, and clearing
 
+    def catch_up(self, clears: int) -> None:
+        """Void what was stored before a clear that this path missed, being away. Before first use.
+
+        ``clears`` is how many the path that has seen most has seen. Raises DeviceError.
+        """
+        if self.file.header.clears < clears:
+            _log.info("%s was away during a clear: what it had is void", self.file.data_path)
+            self.engine.close(0)
+            self.file.bump_epoch(clears)
+            self.engine = self._open_engine()
+
     def clear(self, clear_id: int) -> None:
         """Make everything stored so far unreadable; ``tend`` tells when that is durable.
 

@@ -6,7 +6,7 @@ little-endian; the fields lie in the first 512 bytes, so that no power cut tears
     offset  bytes
          0      8  magic "KVDISKIX"
          8      4  format version, 1
-        12      4  zero
+        12      4  clears: how often everything was made void; a path with fewer missed one
         16      8  epoch: slot records of an older one are void; never 0
         24      8  bytes of a slot
         32      8  number of slots
@@ -49,13 +49,14 @@ class RankHeader:
     rank: int
     world_size: int
     fingerprint: bytes
+    clears: int = 0
 
     def pack(self) -> bytes:
         """The page, HEADER_BYTES long."""
         fields = _FIELDS.pack(
             _MAGIC,
             _VERSION,
-            0,
+            self.clears,
             self.epoch,
             self.slot_bytes,
             self.slot_count,
@@ -76,7 +77,7 @@ def parse_header(page: bytes) -> RankHeader | str:
     if len(page) < HEADER_BYTES:
         return f"its header is cut short ({len(page)} of {HEADER_BYTES} bytes)"
     fields = page[: _FIELDS.size]
-    magic, version, zero, epoch, slot_bytes, slot_count, rank, world_size, fingerprint = (
+    magic, version, clears, epoch, slot_bytes, slot_count, rank, world_size, fingerprint = (
         _FIELDS.unpack(fields)
     )
     if magic != _MAGIC:
@@ -85,9 +86,9 @@ def parse_header(page: bytes) -> RankHeader | str:
         return f"it has format version {version}, this is version {_VERSION}"
     if page[_FIELDS.size : _CONTENT_BYTES] != _checksum(fields):
         return "its header is damaged (checksum)"
-    if zero or any(page[_CONTENT_BYTES:]) or 0 in (epoch, slot_bytes, slot_count):
+    if any(page[_CONTENT_BYTES:]) or 0 in (epoch, slot_bytes, slot_count):
         return "its header is damaged (impossible values)"
-    return RankHeader(epoch, slot_bytes, slot_count, rank, world_size, fingerprint)
+    return RankHeader(epoch, slot_bytes, slot_count, rank, world_size, fingerprint, clears)
 
 
 def record_file_bytes(slot_count: int) -> int:

@@ -146,6 +146,7 @@ class TierWorker:
                         raise
                     _log.warning("path left out, its slots are misses: %s", error)
                     lost[index] = str(error)
+            _catch_up_with_clears(paths, lost)
             if not paths:
                 raise DeviceError(f"no path can be used: {'; '.join(lost.values())}")
             return cls(paths, lost, placement, layout, rank, world_size, wake_fd, clock)
@@ -399,6 +400,18 @@ class TierWorker:
             "backend_reason": stats["backend_reason"],
             "notes": [note for path in self._paths.values() for note in path.file.notes],
         }
+
+
+def _catch_up_with_clears(paths: dict[int, DiskPath], lost: dict[int, str]) -> None:
+    """A path that was away during a clear must not bring back what was cleared."""
+    clears = max((path.file.header.clears for path in paths.values()), default=0)
+    for index, path in list(paths.items()):
+        try:
+            path.catch_up(clears)
+        except DeviceError as error:
+            _log.warning("path left out, its slots are misses: %s", error)
+            lost[index] = str(error)
+            paths.pop(index).close(0)
 
 
 def _share_of_one_path(config: TierConfig) -> TierConfig:

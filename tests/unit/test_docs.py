@@ -179,16 +179,17 @@ def test_the_header_is_documented_as_it_is_packed() -> None:
     sizes = [struct.calcsize("<" + code) for code in codes]
     digest = rank_header._CHECKSUM_BYTES
     rest = rank_header.HEADER_BYTES - sum(sizes) - digest
-    order = ["magic", "version", "zero", *names, "checksum", "zero"]
+    names.remove("clears")
+    order = ["magic", "version", "clears", *names, "checksum", "zero"]
     assert documented == laid_out(list(zip(order, [*sizes, digest, rest], strict=True)))
 
 
 def test_the_header_that_is_documented_is_the_one_that_is_written() -> None:
-    header = rank_header.RankHeader(2**40, 8192, 77, 3, 8, bytes(range(32)))
+    header = rank_header.RankHeader(2**40, 8192, 77, 3, 8, bytes(range(32)), 5)
     page = header.pack()
     values = {name: page[offset : offset + size] for offset, size, name in fields_in("Header")[:-1]}
     assert values["magic"] == b"KVDISKIX"
-    for name in ("epoch", "slot_bytes", "slot_count", "rank", "world_size"):
+    for name in ("epoch", "slot_bytes", "slot_count", "rank", "world_size", "clears"):
         assert int.from_bytes(values[name], "little") == getattr(header, name), name
     assert values["fingerprint"] == header.fingerprint
     assert values["checksum"] == hashlib.blake2b(page[:80], digest_size=8).digest()
