@@ -295,19 +295,28 @@ class DiskPath:
         self._clearing = True
         file, engine, open_engine = self.file, self.engine, self._open_engine
 
-        def clear() -> _Cleared:
+        def bump_epoch() -> None:
             while True:
                 try:
                     file.bump_epoch()
-                    break
                 except DeviceError as error:
                     if self._closing:
                         raise
                     _log.error("cannot clear yet: %s", error)
                     time.sleep(_CLEAR_RETRY_S)
-            engine.close(_CLEAR_CLOSE_S)
-            last = engine.poll()
-            return _Cleared(open_engine(), last)
+                else:
+                    return
+
+        def clear() -> _Cleared:
+            try:
+                bump_epoch()
+                engine.close(_CLEAR_CLOSE_S)
+                last = engine.poll()
+                return _Cleared(engine if self._closing else open_engine(), last)
+            finally:
+                if self._closing:  # close() could not wait: what it left here ends here
+                    engine.close(0)
+                    file.close()
 
         self._background.start(clear, f"kvdisk-clear-{self.index}")
 

@@ -141,14 +141,13 @@ class TierWorker:
                         wake_fd,
                         direct_stores=direct_stores,
                     )
-                except DeviceError as error:
-                    if len(config.paths) == 1:
+                except (DeviceError, ConfigError) as error:
+                    last_hope = index == len(config.paths) - 1 and not paths
+                    if last_hope:
                         raise
                     _log.warning("path left out, its slots are misses: %s", error)
                     lost[index] = str(error)
             _catch_up_with_clears(paths, lost)
-            if not paths:
-                raise DeviceError(f"no path can be used: {'; '.join(lost.values())}")
             return cls(paths, lost, placement, layout, rank, world_size, wake_fd, clock)
         except BaseException:
             for path in paths.values():

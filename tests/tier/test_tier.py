@@ -373,5 +373,17 @@ def test_a_path_that_fails_at_open_is_left_out_when_there_are_others(
         TierRig(tmp_path / "bad")
 
 
+def test_a_disk_that_is_not_mounted_does_not_stop_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    missing = tmp_path / "not" / "mounted" / "kv"
+    with tier_rig(tmp_path / "kv", missing) as rig:
+        assert any("left out" in text and str(missing.parent) in text for text in caplog.messages)
+        assert rig.tier.health().status == "degraded"
+        assert RowStatus.OK in rig.store(KEYS)
+    with pytest.raises(ConfigError, match="does not exist"):
+        TierRig(missing, tmp_path / "nor" / "this" / "kv")
+
+
 def test_directions_and_statuses_pickle() -> None:
     assert pickle.loads(pickle.dumps(Direction.LOAD)) is Direction.LOAD
