@@ -64,6 +64,7 @@ class World:
             "eviction": chooser.choice(["lru", "s3fifo"]),
             "merge_bytes": chooser.choice([4 * KIB, 1024 * KIB]),
             "iodepth": chooser.choice([2, 8, 32]),
+            "direct": chooser.choice(["auto", "auto", "off"]),
         }
         keys = [key_of(number) for number in range(2 * slots * len(paths))]
         return cls(paths, slots, options, keys)
