@@ -27,6 +27,7 @@ class EngineOptions:
     epoch: int
     backend: str
     force_async: bool
+    force_async_reads: bool
     shards: int
     iodepth: int
     buffers: int

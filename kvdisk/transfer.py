@@ -38,6 +38,9 @@ _SECONDS_MAX: Final = 1e9
 # Local file systems that answer a submission at once and do the work elsewhere. On any other (FUSE,
 # network) the kernel may do the I/O inside the submission, so it is told not to.
 FILE_SYSTEMS_WITH_ASYNC_IO: Final = frozenset({"ext4", "ext3", "xfs", "btrfs", "f2fs", "tmpfs"})
+# Where I/O is a copy by the processor. io_uring hands those to one kernel thread after the other is
+# busy only when told to; writes to a file take turns there in any case, and would wait spinning.
+_FILE_SYSTEMS_OF_COPIES: Final = frozenset({"tmpfs"})
 
 # Memory that a hanging kernel may still read from or write to after close: kept for ever.
 _abandoned: list[object] = []
@@ -153,6 +156,7 @@ class TransferEngine:
         alignment: int = _PAGE_BYTES,
         backend: Backend = "auto",
         force_async: bool = False,
+        force_async_reads: bool = False,
         shards: int = 1,
         iodepth: int = 32,
         buffers: int = 64,
@@ -179,6 +183,7 @@ class TransferEngine:
             "alignment": alignment,
             "backend": backend,
             "force_async": force_async,
+            "force_async_reads": force_async_reads,
             "shards": shards,
             "iodepth": iodepth,
             "buffers": buffers,
@@ -235,6 +240,7 @@ class TransferEngine:
             alignment=rank_file.alignment,
             backend=config.backend,
             force_async=rank_file.file_system not in FILE_SYSTEMS_WITH_ASYNC_IO,
+            force_async_reads=rank_file.file_system in _FILE_SYSTEMS_OF_COPIES,
             shards=config.shards,
             iodepth=config.iodepth,
             buffers=buffers,

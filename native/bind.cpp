@@ -240,6 +240,7 @@ NB_MODULE(_native, module) {
         .def_rw("epoch", &kvdisk::EngineOptions::epoch)
         .def_rw("backend", &kvdisk::EngineOptions::backend)
         .def_rw("force_async", &kvdisk::EngineOptions::force_async)
+        .def_rw("force_async_reads", &kvdisk::EngineOptions::force_async_reads)
         .def_rw("shards", &kvdisk::EngineOptions::shards)
         .def_rw("iodepth", &kvdisk::EngineOptions::iodepth)
         .def_rw("buffers", &kvdisk::EngineOptions::buffers)

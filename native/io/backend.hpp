@@ -52,6 +52,7 @@ struct BackendOptions {
         areas;                 // memory to register; each at most area_bytes_max, page-aligned
     std::uint32_t depth = 32;  // most requests in flight, 1..4096
     bool force_async = false;  // never let a submission run the I/O inline (FUSE, NFS)
+    bool force_async_reads = false;  // nor queue reads behind one another (tmpfs)
 };
 
 struct BackendStats {

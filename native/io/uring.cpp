@@ -119,6 +119,7 @@ class Uring final : public Backend {
 
     const std::uint32_t depth_;
     const bool force_async_;
+    const bool force_async_reads_;
     const EnterFunction enter_;
     OwnedFiles files_;
     UringRing ring_;
@@ -148,6 +149,7 @@ class Uring final : public Backend {
 Uring::Uring(const BackendOptions& options, const UringTuning& tuning)
     : depth_(options.depth),
       force_async_(options.force_async),
+      force_async_reads_(options.force_async || options.force_async_reads),
       enter_(tuning.enter != nullptr ? tuning.enter : enter_kernel),
       files_(options.files),
       ring_(std::clamp<std::uint32_t>(options.depth, 1, depth_max) + 1,
@@ -240,7 +242,7 @@ void Uring::prepare(io_uring_sqe* entry, Slot& slot) noexcept {
     if (fixed_area) entry->buf_index = request.area;
     unsigned flags = 0;
     if (stats_.files_registered) flags |= IOSQE_FIXED_FILE;
-    if (force_async_) flags |= IOSQE_ASYNC;
+    if (request.op == Op::read ? force_async_reads_ : force_async_) flags |= IOSQE_ASYNC;
     entry->flags = static_cast<std::uint8_t>(flags);
     slot.plain_priority = priority_support_ == PrioritySupport::refused || slot.plain_priority;
     if (!slot.plain_priority && request.priority != Priority::normal) {

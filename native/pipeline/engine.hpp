@@ -37,6 +37,7 @@ struct EngineOptions {
     std::uint64_t epoch = 1;
     std::string backend = "auto";  // auto, uring, threads
     bool force_async = false;
+    bool force_async_reads = false;
     std::uint32_t shards = 1;
     std::uint32_t iodepth = 32;  // per shard and direction
     std::uint32_t buffers = 64;  // per shard

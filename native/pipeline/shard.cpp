@@ -198,6 +198,7 @@ Shard::Shard(const EngineOptions& options, std::uint32_t index,
     }
     backend_options.depth = 2 * options.iodepth + pipeline.record_writes;
     backend_options.force_async = options.force_async;
+    backend_options.force_async_reads = options.force_async_reads;
     io::ChosenBackend chosen = choose(options, backend_options);
     backend_ = std::make_unique<TurnLeavingBackend>(std::move(chosen.backend), turn_mutex_);
     backend_reason_ = std::move(chosen.reason);

@@ -55,6 +55,7 @@ struct World {
     std::map<std::string, std::int64_t> live;
     std::map<std::thread::id, std::string> first_calls;
     std::set<void*> registered;
+    std::deque<FakeEvent> events;  // of somebody else; kept for ever
     FakeContext contexts[device_count] = {{0}, {1}};
 };
 
@@ -211,7 +212,10 @@ EXPORTED void fake_cuda_freeze(int frozen) {
     world().changed.notify_all();
 }
 
-EXPORTED void* fake_cuda_make_event(int answer) { return new FakeEvent{answer}; }
+EXPORTED void* fake_cuda_make_event(int answer) {
+    const std::lock_guard lock(world().mutex);
+    return &world().events.emplace_back(FakeEvent{answer});
+}
 
 EXPORTED void fake_cuda_set_event(void* event, int answer) {
     const std::lock_guard lock(world().mutex);

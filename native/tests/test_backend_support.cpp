@@ -50,10 +50,12 @@ class SimSubject final : public Subject {
     io::SimDisk disk_;
 };
 
-RealBackend uring_case(const char* name, io::UringTuning tuning, bool force_async = false) {
+RealBackend uring_case(const char* name, io::UringTuning tuning, bool force_async = false,
+                       bool force_async_reads = false) {
     return {name, [=](const io::BackendOptions& options) {
                 io::BackendOptions changed = options;
                 changed.force_async = force_async;
+                changed.force_async_reads = force_async_reads;
                 return io::make_uring_tuned(changed, tuning);
             }};
 }
@@ -66,6 +68,7 @@ const std::vector<RealBackend>& real_backends() {
         uring_case("uring, cooperative", {.task_run = io::TaskRun::cooperative}),
         uring_case("uring, immediate", {.task_run = io::TaskRun::immediate}),
         uring_case("uring, forced async", {}, true),
+        uring_case("uring, forced reads", {}, false, true),
         uring_case("uring, tiny queues", {.submission_entries = 2, .completion_entries = 2}),
         {"threads", io::make_threads},
     };
