@@ -96,6 +96,10 @@ def campaign(cuts: int, seed: int, file_system: str) -> tuple[Totals, Totals]:
     return totals
 
 
+def share(totals: Totals) -> str:
+    return f"{totals.survived_percent:.1f}%" if totals.expected else "(nothing was there)"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cuts", type=int, default=20, help="for each file system")
@@ -109,7 +113,7 @@ def main() -> None:
         bare, synced = campaign(options.cuts, options.seed, name)
         cuts += bare.crashes + synced.crashes
         wrong += bare.wrong + synced.wrong
-        shares.append(f"{name}={bare.survived_percent:.1f}% synced={synced.survived_percent:.1f}%")
+        shares.append(f"{name}={share(bare)} synced={share(synced)}")
     print(f"cuts={cuts} wrong_bytes={wrong} survived: {' '.join(shares)}")
     sys.exit(wrong > 0)
 

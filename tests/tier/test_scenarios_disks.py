@@ -359,6 +359,22 @@ def test_a23_a_clear_on_a_frozen_disk_waits_no_longer_than_told(tmp_path: Path) 
         assert rig.load(KEYS) == ok(32)
 
 
+@pytest.mark.root
+def test_a23_close_returns_although_a_clear_hangs(tmp_path: Path) -> None:
+    with loop_ext4(tmp_path) as mount:
+        rig = TierRig(mount / "kv")
+        assert rig.store(KEYS) == ok(32)
+        freeze(mount)
+        stuck = rig.submit_store(MORE)
+        assert not rig.tier.clear(timeout_s=0.2)
+        began = time.monotonic()
+        assert rig.close(0.3) > 0
+        assert time.monotonic() - began < 10
+        assert set(rig.results[stuck].statuses) <= {RowStatus.TIMED_OUT, RowStatus.REFUSED}
+        assert stuck in rig.source_free
+        thaw(mount)
+
+
 # --- A24, A25: a disk that cannot keep up; a kernel that refuses io_uring
 
 
