@@ -140,6 +140,7 @@ Engine::Engine(const EngineOptions& options)
         shards_.push_back(
             std::make_shared<Shard>(options_, index, records, outbox_, sequence_next));
     }
+    parts_.resize(shards_.size());
     try {
         for (const auto& shard : shards_) shard->start();
     } catch (...) {
@@ -189,29 +190,29 @@ std::uint64_t Engine::submit(Direction direction, std::vector<Row> rows, std::in
     const std::uint64_t id = ++id_last_;
     const std::int64_t now_ns = MonotonicClock().now_ns();
     const std::int64_t deadline_ns = after(now_ns, timeout_ns);
-    std::vector<std::unique_ptr<Part>> parts(shards_.size());
+    for (std::unique_ptr<Part>& part : parts_) part.reset();
     for (std::uint32_t position = 0; position < rows.size(); ++position) {
         const std::uint32_t index = shard_of(rows[position].slot);
-        if (!parts[index]) parts[index] = shards_[index]->take_spare();
-        parts[index]->rows.push_back(rows[position]);
-        parts[index]->positions.push_back(position);
+        if (!parts_[index]) parts_[index] = shards_[index]->take_spare();
+        parts_[index]->rows.push_back(rows[position]);
+        parts_[index]->positions.push_back(position);
     }
     const auto part_count = static_cast<std::uint32_t>(
-        std::ranges::count_if(parts, [](const auto& part) { return part != nullptr; }));
+        std::ranges::count_if(parts_, [](const auto& part) { return part != nullptr; }));
     {
         const std::lock_guard outbox_lock(outbox_->mutex);
         outbox_->open(id, {direction, part_count, part_count, deadline_ns,
                            std::vector<RowResult>(rows.size())});
     }
-    for (std::size_t index = 0; index < parts.size(); ++index) {
-        if (!parts[index]) continue;
-        Part& part = *parts[index];
+    for (std::size_t index = 0; index < parts_.size(); ++index) {
+        if (!parts_[index]) continue;
+        Part& part = *parts_[index];
         part.id = id;
         part.direction = direction;
         part.event = event;
         part.deadline_ns = deadline_ns;
         part.start_by_ns = after(now_ns, start_within_ns);
-        shards_[index]->submit(std::move(parts[index]));
+        shards_[index]->submit(std::move(parts_[index]));
     }
     return id;
 }

@@ -81,6 +81,7 @@ struct EngineStats {
 
 class Shard;
 struct Outbox;
+struct Part;
 
 // The records that proved themselves at open, in slot order, column by column: a million of them
 // are on their way to somebody who wants columns, and each further copy costs a tenth of a second.
@@ -144,6 +145,7 @@ class Engine {
     RestoredRecords restored_;
     std::shared_ptr<Outbox> outbox_;
     std::vector<std::shared_ptr<Shard>> shards_;
+    std::vector<std::unique_ptr<Part>> parts_;  // of the transfer that is being submitted
     std::atomic<bool> closed_ = false;
     std::uint64_t id_last_ = 0;
     std::uint64_t stores_refused_ = 0;

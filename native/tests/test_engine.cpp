@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "pipeline/engine.hpp"
-#include "pipeline/shard.hpp"
+#include "pipeline/outbox.hpp"
 
 namespace {
 
