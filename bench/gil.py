@@ -16,8 +16,9 @@ Pinned to processors, so that the question is about the GIL and not about who ge
 
 On shared or virtual machines a busy neighbour costs speed by itself, so the counter also runs
 beside another process that keeps the engine's processors busy: what is kept is told as a share of
-that, too. And interrupts of the disk may land on the counter's processor: so the counter's speed
-for each second of its own CPU time is told as well.
+that, too. And interrupts of the disk may land on the counter's processor: so the counter also runs
+beside fio, another process that reads the same disk and has no GIL to take (``of_fio``), and its
+speed for each second of its own CPU time is told as well.
 
 Also: CPU and wake-ups of the engine's threads over ten idle seconds.
 
@@ -42,6 +43,7 @@ from typing import Any
 import numpy as np
 from rig import Rig, open_rig, report, surroundings
 
+from kvdisk.bench.fio import require_fio
 from kvdisk.transfer import TransferResult
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -223,6 +225,22 @@ def burning(processors: set[int]) -> Iterator[None]:
             process.kill()
 
 
+@contextmanager
+def reading(processors: set[int], arguments: argparse.Namespace) -> Iterator[None]:
+    """fio on those processors, reading with the engine's block size and depth."""
+    file = arguments.path / "gil-fio"
+    command = [require_fio(), "--name=neighbour", f"--filename={file}", "--size=512m"]
+    command += [f"--bs={arguments.block}", "--iodepth=32", "--ioengine=io_uring", "--direct=1"]
+    command += ["--rw=read", "--time_based", f"--runtime={arguments.seconds + 30}"]
+    command.append(f"--cpus_allowed={','.join(map(str, sorted(processors)))}")
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            time.sleep(1.0 if file.exists() else 5.0)  # it lays its file out first
+            yield
+        finally:
+            process.kill()
+
+
 def beside_engine(
     rig: Rig, way: str, arguments: argparse.Namespace, processors: set[int]
 ) -> tuple[Speed, float]:
@@ -255,12 +273,15 @@ def measure(rig: Rig, arguments: argparse.Namespace) -> dict[str, Any]:
         moved: dict[str, list[float]] = {way: [] for way in WAYS}
         for _ in range(arguments.rounds):
             before = count_for(arguments.seconds)
-            for way in (*WAYS, "busy process", "nothing"):
+            for way in (*WAYS, "busy process", "fio", "nothing"):
                 if way in WAYS:
                     beside, speed = beside_engine(rig, way, arguments, theirs)
                     moved[way].append(speed)
                 elif way == "busy process":
                     with burning(theirs):
+                        beside = count_for(arguments.seconds)
+                elif way == "fio":
+                    with reading(theirs, arguments):
                         beside = count_for(arguments.seconds)
                 else:
                     beside = count_for(arguments.seconds)
@@ -273,6 +294,7 @@ def measure(rig: Rig, arguments: argparse.Namespace) -> dict[str, Any]:
                 )
                 before = after
         neighbour = statistics.median(share for share, _ in kept["busy process"])
+        reader = statistics.median(share for share, _ in kept["fio"])
         result[name] = {
             way: {
                 "kept": statistics.median(share for share, _ in each),
@@ -280,6 +302,7 @@ def measure(rig: Rig, arguments: argparse.Namespace) -> dict[str, Any]:
                 "kept_most": max(share for share, _ in each),
                 "kept_per_cpu_second": statistics.median(share for _, share in each),
                 "of_busy_process": statistics.median(share for share, _ in each) / neighbour,
+                "of_fio": statistics.median(share for share, _ in each) / reader,
                 **({"engine_mb_per_s": statistics.median(moved[way]) / 1e6} if way in WAYS else {}),
             }
             for way, each in kept.items()
@@ -304,6 +327,7 @@ def main() -> None:
             "idle": idle_cost(arguments.idle_seconds),
             **measure(rig, arguments),
         }
+    (arguments.path / "gil-fio").unlink(missing_ok=True)
     report(document, arguments.output)
 
 

@@ -31,8 +31,8 @@ class Background(Generic[Result]):
 
     def start(self, work: Callable[[], Result], name: str) -> None:
         assert not self._busy, "one piece of work at a time"
-        self._busy = True
         threading.Thread(target=self._run, args=(work,), name=name, daemon=True).start()
+        self._busy = True
 
     def take(self) -> Result | BaseException | None:
         """What the work returned or raised; None while it is under way, or there is none."""

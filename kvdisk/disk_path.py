@@ -10,20 +10,21 @@ sources free no later, also when a clear replaces the engine or a hanging disk n
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvdisk.background import Background
 from kvdisk.config import TierConfig
-from kvdisk.errors import DeviceError
+from kvdisk.errors import KVDiskError
 from kvdisk.identity import Identity, open_namespace
 from kvdisk.layout import Layout
 from kvdisk.messages import PathState
@@ -40,6 +41,8 @@ _IDS_PER_ENGINE: Final = 1 << 40
 
 _log = logging.getLogger("kvdisk")
 
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True)
 class _Probed:
@@ -49,10 +52,9 @@ class _Probed:
 
 @dataclass(frozen=True)
 class _Cleared:
-    """The file's records are void; ``last`` is what the old engine had still to say."""
+    """The file's records are void, and a new engine works on it."""
 
     engine: TransferEngine
-    last: Events
 
 
 @dataclass(eq=False)
@@ -190,7 +192,7 @@ class DiskPath:
     def poll(self, now_s: float) -> Events:
         """What has happened since the last call; never blocks."""
         events, self._untold = self._untold, Events([], [], [])
-        if not self._clearing and not self._closing:
+        if not self._closing:
             events = _joined(events, self._note(self.engine.poll()))
         for result in events.finished:
             self._health.record(result, now_s)
@@ -238,12 +240,12 @@ class DiskPath:
         if self._clears:
             self._begin_clear()
         elif due is not None:
-            self._background.start(_probe(self.file, due), f"kvdisk-probe-{self.index}")
+            self._begin_probe(due, now_s)
         return durable
 
     def next_tend_s(self) -> float | None:
         """When ``tend`` has something to begin, if nothing else happens."""
-        return self._health.next_probe_s()
+        return None if self._background.busy else self._health.next_probe_s()
 
     # --- ending it
 
@@ -291,28 +293,33 @@ class DiskPath:
         self._sent.clear()
         return Events(free, finished, [])
 
+    def _begin_probe(self, direction: Direction, now_s: float) -> None:
+        try:
+            probe = _probe(self.file, direction)
+        except OSError as error:  # no descriptor to be had: that is no sign of a well disk
+            self._health.probed(direction, error.errno or errno.EMFILE, now_s)
+            return
+        self._background.start(probe, f"kvdisk-probe-{self.index}")
+
     def _begin_clear(self) -> None:
         self._clearing = True
         file, engine, open_engine = self.file, self.engine, self._open_engine
 
-        def bump_epoch() -> None:
+        def until_done(step: Callable[[], Result]) -> Result:
             while True:
                 try:
-                    file.bump_epoch()
-                except DeviceError as error:
+                    return step()
+                except KVDiskError as error:
                     if self._closing:
                         raise
                     _log.error("cannot clear yet: %s", error)
                     time.sleep(_CLEAR_RETRY_S)
-                else:
-                    return
 
         def clear() -> _Cleared:
             try:
-                bump_epoch()
+                until_done(file.bump_epoch)
                 engine.close(_CLEAR_CLOSE_S)
-                last = engine.poll()
-                return _Cleared(engine if self._closing else open_engine(), last)
+                return _Cleared(engine if self._closing else until_done(open_engine))
             finally:
                 if self._closing:  # close() could not wait: what it left here ends here
                     engine.close(0)
@@ -321,7 +328,8 @@ class DiskPath:
         self._background.start(clear, f"kvdisk-clear-{self.index}")
 
     def _replace_engine(self, outcome: _Cleared) -> None:
-        self._untold = _joined(self._untold, self._note(outcome.last), self._give_up_sent())
+        last = self._note(self.engine.poll())
+        self._untold = _joined(self._untold, last, self._give_up_sent())
         self.engine = outcome.engine
         self._id_base += _IDS_PER_ENGINE
         self._clearing = False

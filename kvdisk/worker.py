@@ -148,6 +148,8 @@ class TierWorker:
                     _log.warning("path left out, its slots are misses: %s", error)
                     lost[index] = str(error)
             _catch_up_with_clears(paths, lost)
+            if not paths:
+                raise DeviceError(f"no path can be used: {'; '.join(lost.values())}")
             return cls(paths, lost, placement, layout, rank, world_size, wake_fd, clock)
         except BaseException:
             for path in paths.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import select
+import threading
 import time
 from pathlib import Path
 
@@ -383,6 +384,40 @@ def test_a_disk_that_is_not_mounted_does_not_stop_the_others(
         assert RowStatus.OK in rig.store(KEYS)
     with pytest.raises(ConfigError, match="does not exist"):
         TierRig(missing, tmp_path / "nor" / "this" / "kv")
+
+
+def test_a_probe_that_hangs_costs_no_processor_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tier_rig(tmp_path / "kv") as rig:
+        path = rig.tier._worker._paths[0]
+        let_go = threading.Event()
+
+        def hang() -> disk_path._Probed:
+            let_go.wait(PATIENCE_S)
+            return disk_path._Probed(Direction.LOAD, 0)
+
+        monkeypatch.setattr(disk_path, "_probe", lambda file, direction: hang)
+        path._health._lanes[Direction.LOAD].sit_out(time.monotonic() - 10, "test")
+        tends = 0
+        real_tend = path.tend
+
+        def tend(now_s: float) -> list[int]:
+            nonlocal tends
+            tends += 1
+            return real_tend(now_s)
+
+        monkeypatch.setattr(path, "tend", tend)
+        rig.tier.poll()
+        rig.tier.wait(0.3)
+        rig.tier.wait(0.3)
+        assert tends < 10
+        let_go.set()
+        until = time.monotonic() + PATIENCE_S
+        while rig.tier.health().status != "ok":
+            assert time.monotonic() < until
+            rig.tier.wait(0.1)
+            rig.poll()
 
 
 def test_directions_and_statuses_pickle() -> None:

@@ -290,7 +290,12 @@ def test_ctrl_c_ends_it_with_what_was_found(tmp_path: Path, live: bool) -> None:
     command = [sys.executable, "-m", "kvdisk", "verify", str(directory), "--rate", "64k"]
     tier = open_tier(tmp_path / "kv") if live else None
     with subprocess.Popen(
-        [*command, "--jobs", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--jobs", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A test run in the background ignores interrupts, and its children with it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as child:
         assert child.stderr is not None
         assert child.stderr.readline().endswith("...\n")

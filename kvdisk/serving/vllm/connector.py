@@ -34,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.logger import init_logger
 
+from kvdisk import ConfigError
 from kvdisk.messages import Clear, RankOpened, RankReport
 from kvdisk.serving.vllm.manager import KVDiskManager
 from kvdisk.serving.vllm.spec import KVDiskSpec
@@ -162,6 +163,11 @@ class KVDiskConnector(OffloadingConnector):  # type: ignore[misc]
             if self.manager.attach(handshake.opened):
                 counters = self.manager.scheduler.counters
                 logger.info("all ranks are open; %d blocks are there already", counters.restored)
+        if not self.manager.scheduler.ready:
+            raise ConfigError(
+                f"vLLM told of {len(metadata)} ranks, fewer than there are: this combination of "
+                "parallel sizes is not supported."
+            )
 
     # --- each step
 

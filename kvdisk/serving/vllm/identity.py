@@ -17,13 +17,16 @@ from kvdisk import Identity
 _WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SAMPLE_BYTES: Final = 64 << 10
 _SAMPLES_PER_FILE: Final = 16
+UNKNOWN_WEIGHTS: Final = "unknown"
 
 
-def identity_of(vllm_config: Any, layout: dict[str, object], *, weights: str = "") -> Identity:
+def identity_of(
+    vllm_config: Any, layout: dict[str, object], *, replica: int = 0, weights: str = ""
+) -> Identity:
     """The identity of the engine that ``vllm_config`` describes.
 
-    ``layout`` is what the scheduler and every rank know alike of the cache's layout. ``weights``
-    overrides what is found out about them.
+    ``layout`` is what the scheduler and every rank know alike of the cache's layout. ``replica`` is
+    the data-parallel index: replicas share nothing. ``weights`` overrides what is found out.
     """
     import vllm
 
@@ -32,12 +35,13 @@ def identity_of(vllm_config: Any, layout: dict[str, object], *, weights: str = "
     dtype = model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
     return Identity(
         model=str(model.model),
-        weights=weights or weights_fingerprint(str(model.model), model.revision),
+        weights=weights or known_weights(model) or UNKNOWN_WEIGHTS,
         dtype=str(dtype).removeprefix("torch."),
         block_tokens=int(cache.block_size),
         layout=layout,
         key_hash=f"{cache.prefix_caching_hash_algo}, seed {os.environ.get('PYTHONHASHSEED', '-')}",
         parallel={
+            "replica": replica,
             "tensor": parallel.tensor_parallel_size,
             "pipeline": parallel.pipeline_parallel_size,
             "prefill_context": getattr(parallel, "prefill_context_parallel_size", 1),
@@ -50,10 +54,34 @@ def identity_of(vllm_config: Any, layout: dict[str, object], *, weights: str = "
             "model_config": _model_config(model),
             "attention_backend": str(getattr(vllm_config.attention_config, "backend", "")),
             "speculative": str(vllm_config.speculative_config or ""),
+            "mamba": f"{getattr(cache, 'mamba_cache_dtype', '')} "
+            f"{getattr(cache, 'mamba_ssm_cache_dtype', '')}",
             "calculate_kv_scales": bool(getattr(cache, "calculate_kv_scales", False)),
             "lora": str(vllm_config.lora_config or ""),
         },
     )
+
+
+def why_nothing_may_be_kept(vllm_config: Any, weights: str) -> str | None:
+    """Why blocks must not outlive this engine, or None when they may.
+
+    ``weights`` is what the operator said of them, if anything.
+    """
+    if random_hash_seed(vllm_config):
+        return (
+            f"{vllm_config.cache_config.prefix_caching_hash_algo} hashes blocks with a seed that "
+            "differs in every process: set PYTHONHASHSEED, or use --prefix-caching-hash-algo sha256"
+        )
+    if weights:
+        return None
+    if known_weights(vllm_config.model_config) is None:
+        return 'it cannot be told which weights these are: name them with the option "weights"'
+    if vllm_config.lora_config is not None:
+        return (
+            "adapters (LoRA) are known by name only, and may change under it: name weights and "
+            'adapters with the option "weights"'
+        )
+    return None
 
 
 def random_hash_seed(vllm_config: Any) -> bool:
@@ -62,18 +90,33 @@ def random_hash_seed(vllm_config: Any) -> bool:
     return algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None
 
 
-def weights_fingerprint(model: str, revision: str | None) -> str:
-    """What distinguishes the weights: of a hub model its revision, of a directory its files.
+def known_weights(model: Any) -> str | None:
+    """What distinguishes the weights of vLLM's ``model_config``; None when that cannot be told.
 
-    Of a file count name, size and time of change, and samples of its content, so that weights
-    saved anew under the same name are other weights. A link to a content-addressed file, as in a
-    hub's cache, counts by its target's name.
+    Of a hub model the commit that was loaded; of a directory or file, name, size and time of change
+    of every file, and samples of its content, so that weights saved anew under the same name are
+    other weights. A link to a content-addressed file, as in a hub's cache, counts by its target.
     """
-    directory = Path(model)
-    if not directory.is_dir():
-        return f"revision {revision or 'unknown'} of {model}"
+    path = Path(str(getattr(model, "model_weights", "") or model.model))
+    if path.is_dir():
+        return _fingerprint_of(sorted(path.iterdir()))
+    if path.is_file():
+        return _fingerprint_of([path])
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    return f"commit {commit}" if commit else None
+
+
+def weights_of_path(model: str) -> str | None:
+    """``known_weights`` where only the model's name or path is known."""
+    path = Path(model)
+    if path.is_dir():
+        return _fingerprint_of(sorted(path.iterdir()))
+    return _fingerprint_of([path]) if path.is_file() else None
+
+
+def _fingerprint_of(files: list[Path]) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(directory.iterdir()):
+    for file in files:
         if file.suffix not in _WEIGHT_SUFFIXES and file.suffix != ".json":
             continue
         digest.update(file.name.encode() + b"\0")

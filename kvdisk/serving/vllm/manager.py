@@ -57,8 +57,11 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
         self._blocks_per_chunk = blocks_per_chunk
         self._stored: list[OffloadKey] = []
         self._stores: dict[int, list[OffloadKey]] = {}
+        self._loads: dict[int, str] = {}  # the request that each load is for
+        self._recompute: set[str] = set()  # requests that have had a load fail
         self._told = TierCounters(block_bytes=self.scheduler.counters.block_bytes)
-        self._clears: list[Clear] = []
+        self._clears: list[Clear] = []  # not yet sent
+        self._clear_ids: list[int] = []  # perhaps not yet durable
 
     # --- the ranks
 
@@ -70,6 +73,9 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
             self.scheduler.apply(report)
         self.scheduler.take_source_free()  # vLLM waits for the ranks itself before it reuses blocks
         for result in self.scheduler.take_finished():
+            request = self._loads.pop(result.transfer_id, None)
+            if request is not None and not result.ok:
+                self._recompute.add(request)
             chunks = self._stores.pop(result.transfer_id, None)
             if chunks is None:
                 continue
@@ -86,6 +92,8 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
     # --- vLLM's questions
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if req_context.req_id in self._recompute:
+            return LookupResult.MISS  # it has waited once: what it still lacks is computed
         found = self.scheduler.contains(self._rows([key]))
         return LookupResult.HIT if found else LookupResult.MISS
 
@@ -94,7 +102,9 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         rows = self._rows(keys)
-        return self._spec(self.scheduler.load(rows, [0] * len(rows)), list(keys))
+        transfer = self.scheduler.load(rows, [0] * len(rows))
+        self._loads[transfer.id] = req_context.req_id
+        return self._spec(transfer, list(keys))
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -122,16 +132,22 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
 
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._recompute.discard(req_context.req_id)
+
     def take_events(self) -> Iterable[OffloadingEvent]:
         stored, self._stored = self._stored, []
         if stored:
             yield OffloadingEvent(keys=stored, medium=Medium.STORAGE, removed=False)
 
     def reset_cache(self) -> None:
-        self._clears.append(self.scheduler.clear())
+        message = self.scheduler.clear()
+        self._clears.append(message)
+        self._clear_ids = [each for each in self._clear_ids if not self.scheduler.cleared(each)]
+        self._clear_ids.append(message.id)
 
     def has_pending_work(self) -> bool:
-        return bool(self._clears)
+        return any(not self.scheduler.cleared(clear_id) for clear_id in self._clear_ids)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         now = self.scheduler.counters.copy()

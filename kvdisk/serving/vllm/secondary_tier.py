@@ -35,11 +35,17 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvdisk import DiskTier, Identity, Layout, RowStatus, TierConfig
 from kvdisk.metrics import TierCounters
-from kvdisk.serving.vllm.identity import identity_of, random_hash_seed, weights_fingerprint
+from kvdisk.serving.vllm.identity import (
+    UNKNOWN_WEIGHTS,
+    identity_of,
+    weights_of_path,
+    why_nothing_may_be_kept,
+)
 from kvdisk.serving.vllm.metrics import counters_since, metric_definitions
+from kvdisk.serving.vllm.spec import share_of_replica
 from kvdisk.tier import opening_line
 
-_DRAIN_LIMIT_S: Final = 60.0
+_SLACK_S: Final = 30.0  # beyond the longest deadline
 
 logger = init_logger("vllm.kvdisk")
 
@@ -52,7 +58,10 @@ class KVDiskTieringConnector(OffloadingConnector):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         _engine_config[:] = [vllm_config]
-        super().__init__(vllm_config, role, kv_cache_config)
+        try:
+            super().__init__(vllm_config, role, kv_cache_config)
+        finally:
+            _engine_config.clear()
 
 
 class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]
@@ -76,6 +85,8 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]
         self.locality = None if locality is None else Locality(locality)
         layout = _layout_of(primary_kv_view)
         config, content = _settings(offloading_spec, layout, weights, identity, options)
+        longest_ns = max(config.load_deadline_ns, config.store_deadline_ns)
+        self._drain_limit_s = longest_ns / 1e9 + _SLACK_S
         self._tier = DiskTier.open(layout, content, config, direct_stores=_is_aligned(layout))
         health = self._tier.health()
         logger.info("%s", opening_line(health.facts, self._tier.stats().counters.restored))
@@ -138,8 +149,13 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def drain_jobs(self) -> None:
-        """Every transfer ends by its deadline, so this does too."""
-        until = time.monotonic() + _DRAIN_LIMIT_S
+        """Called when vLLM resets its cache, as after an update of the weights: so forget all.
+
+        Every transfer ends by its deadline, so this does too.
+        """
+        if not self._tier.clear():
+            logger.error("kvdisk: the disk does not take the reset; it is tried on until it does.")
+        until = time.monotonic() + self._drain_limit_s
         while self._jobs and time.monotonic() < until:
             self._tier.wait(1.0)
             self._poll()
@@ -189,10 +205,13 @@ def _settings(
     }
     if _engine_config:
         engine = _engine_config[0]
-        if random_hash_seed(engine):
-            logger.warning("kvdisk: block hashes have a random seed, so nothing is kept for later.")
+        reason = why_nothing_may_be_kept(engine, weights)
+        if reason is not None:
+            logger.warning("kvdisk: blocks are not kept for the next start: %s.", reason)
             options["persist"] = False
-        return TierConfig.from_mapping(options), identity_of(engine, fields, weights=weights)
+        settings = share_of_replica(TierConfig.from_mapping(options), config)
+        replica = config.parallel.data_parallel_index
+        return settings, identity_of(engine, fields, replica=replica, weights=weights)
     if not identity and options.get("persist") is not False:
         logger.warning(
             "kvdisk: nothing is kept for the next start, because what changes the blocks' bytes is "
@@ -202,11 +221,15 @@ def _settings(
         options["persist"] = False
     content = Identity(
         model=config.model.name,
-        weights=weights or weights_fingerprint(config.model.name, None),
+        weights=weights or weights_of_path(config.model.name) or UNKNOWN_WEIGHTS,
         dtype=config.model.dtype,
         block_tokens=config.groups[0].tokens_per_block,
         layout=fields,
         key_hash="vLLM's",
-        parallel={"tensor": config.parallel.tp_size, "pipeline": config.parallel.pp_size},
+        parallel={
+            "replica": config.parallel.data_parallel_index,
+            "tensor": config.parallel.tp_size,
+            "pipeline": config.parallel.pp_size,
+        },
     )
-    return TierConfig.from_mapping(options), content
+    return share_of_replica(TierConfig.from_mapping(options), config), content

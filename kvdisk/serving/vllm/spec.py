@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 from vllm.logger import init_logger
@@ -17,7 +16,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvdisk import ConfigError, Identity, TierConfig
-from kvdisk.serving.vllm.identity import identity_of, random_hash_seed
+from kvdisk.serving.vllm.identity import identity_of, why_nothing_may_be_kept
 from kvdisk.serving.vllm.manager import KVDiskManager
 from kvdisk.serving.vllm.metrics import metric_definitions
 from kvdisk.serving.vllm.worker import KVDiskWorker
@@ -51,6 +50,7 @@ class KVDiskSpec(OffloadingSpec):  # type: ignore[misc]
         self.identity: Identity = identity_of(
             vllm_config,
             _layout_fields(config),
+            replica=config.parallel.data_parallel_index,
             weights=str(config.extra_config.get(_WEIGHTS, "")),
         )
         self._manager: KVDiskManager | None = None
@@ -90,30 +90,23 @@ def _tier_config(config: OffloadingConfig, vllm_config: Any) -> TierConfig:
         for name, value in config.extra_config.items()
         if name not in _VLLM_OPTIONS and name != _WEIGHTS
     }
-    if random_hash_seed(vllm_config):
-        reason = (
-            f"{vllm_config.cache_config.prefix_caching_hash_algo} hashes blocks with a seed that "
-            "differs in every process, so stored blocks could not be found after a restart: set "
-            "PYTHONHASHSEED, or use --prefix-caching-hash-algo sha256"
-        )
+    reason = why_nothing_may_be_kept(vllm_config, str(config.extra_config.get(_WEIGHTS, "")))
+    if reason is not None:
         if options.get("persist") is True:
             raise ConfigError(f"persist=true cannot be had: {reason}.")
-        logger.warning("blocks are not kept for the next start: %s.", reason)
+        logger.warning("kvdisk: blocks are not kept for the next start: %s.", reason)
         options["persist"] = False
-    tier_config = TierConfig.from_mapping(options)
-    parallel = config.parallel
-    if parallel.data_parallel_size <= 1:
-        return tier_config
-    return _share_of_replica(tier_config, parallel.data_parallel_index, parallel.data_parallel_size)
+    return share_of_replica(TierConfig.from_mapping(options), config)
 
 
-def _share_of_replica(config: TierConfig, index: int, count: int) -> TierConfig:
-    """Each data-parallel replica schedules for itself, so it has a part of the disk to itself."""
-    return replace(
-        config,
-        paths=tuple(Path(path, f"replica-{index}-of-{count}") for path in config.paths),
-        capacity_bytes=config.capacity_bytes // count,
-    )
+def share_of_replica(tier_config: TierConfig, config: OffloadingConfig) -> TierConfig:
+    """An equal part of the disk for each data-parallel replica, since each schedules for itself.
+
+    vLLM tells the replicas of a dense model their index but not how many there are: then the
+    capacity is each one's own. Their directories differ by identity.
+    """
+    count = max(1, config.parallel.data_parallel_size)
+    return replace(tier_config, capacity_bytes=tier_config.capacity_bytes // count)
 
 
 def _layout_fields(config: OffloadingConfig) -> dict[str, object]:

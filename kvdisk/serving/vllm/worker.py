@@ -28,7 +28,7 @@ from kvdisk.messages import Clear, RankReport
 from kvdisk.serving.vllm.manager import KVDiskLoadStoreSpec
 
 _NO_BLOCK: Final = -1
-_FLUSH_LIMIT_S: Final = 30.0
+_SLACK_S: Final = 30.0  # beyond the longest deadline: then a copy hangs in the device
 
 
 @dataclass
@@ -71,6 +71,8 @@ class KVDiskWorker(OffloadingWorker):  # type: ignore[misc]
         self._tensors = tensors
         self._blocks_per_chunk = blocks_per_chunk
         self._block_bytes = layout.block_bytes
+        longest_ns = max(config.load_deadline_ns, config.store_deadline_ns)
+        self._flush_limit_s = longest_ns / 1e9 + _SLACK_S
         self._device = tensors[0].device
         self.tier_worker = TierWorker.open(
             layout, identity, config, rank=rank, world_size=world_size, block_bytes=block_bytes
@@ -110,7 +112,7 @@ class KVDiskWorker(OffloadingWorker):  # type: ignore[misc]
         wanted = [self._transfers[job_id] for job_id in job_ids if job_id in self._transfers]
         for transfer_id in wanted:
             self.tier_worker.cancel_waiting(transfer_id)
-        until = time.monotonic() + _FLUSH_LIMIT_S
+        until = time.monotonic() + self._flush_limit_s
         while any(self._holds_blocks(transfer_id) for transfer_id in wanted):
             left = until - time.monotonic()
             if left <= 0:
@@ -148,7 +150,7 @@ class KVDiskWorker(OffloadingWorker):  # type: ignore[misc]
         is_load: bool,
         event: Any,
     ) -> bool:
-        by_row = self._blocks_by_row(gpu, disk)
+        by_row = self._blocks_by_row(gpu, disk, is_load=is_load)
         transfer = disk.transfer
         moves = by_row[transfer.positions]
         job = _Job(
@@ -170,13 +172,14 @@ class KVDiskWorker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def _blocks_by_row(
-        self, gpu: GPULoadStoreSpec, disk: KVDiskLoadStoreSpec
+        self, gpu: GPULoadStoreSpec, disk: KVDiskLoadStoreSpec, *, is_load: bool
     ) -> npt.NDArray[np.int64]:
         """The block of each row, ``_NO_BLOCK`` for rows that have none here.
 
         Blocks come group by group, and chunks as well. A group's blocks are consecutive ones of a
-        sequence; the first may lie within its chunk. Where they are not (blocks that a sliding
-        window has left), their rows cannot be told, and none of the group's is moved.
+        sequence; the first may lie within its chunk, and a load may end within one. Where a store's
+        blocks do not fill their chunks (a sliding window has left some), it cannot be told which
+        rows they are, and none of the group's is moved.
         """
         per_chunk = self._blocks_per_chunk
         by_row = np.full(disk.row_count, _NO_BLOCK, dtype=np.int64)
@@ -194,7 +197,8 @@ class KVDiskWorker(OffloadingWorker):  # type: ignore[misc]
             chunks = np.flatnonzero(chunk_groups == group)
             rows = (chunks[:, None] * per_chunk + np.arange(per_chunk)).reshape(-1)
             skip = first_block % per_chunk
-            if skip + size <= len(rows) and len(rows) - skip - size < per_chunk:
+            slack = len(rows) - skip - size
+            if slack == 0 or (is_load and 0 < slack < per_chunk):
                 by_row[rows[skip : skip + size]] = blocks[begin : begin + size]
             begin += size
         return by_row
