@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvdisk.errors import LayoutError as LayoutError
     from kvdisk.identity import Identity as Identity
     from kvdisk.layout import Layout as Layout
-    from kvdisk.scheduler import TierResult as TierResult
+    from kvdisk.open_transfers import TierResult as TierResult
     from kvdisk.scheduler import TierScheduler as TierScheduler
     from kvdisk.tier import DiskTier as DiskTier
     from kvdisk.transfer import RowStatus as RowStatus
@@ -37,7 +37,7 @@ _HOMES = {
     "LayoutError": "errors",
     "RowStatus": "transfer",
     "TierConfig": "config",
-    "TierResult": "scheduler",
+    "TierResult": "open_transfers",
     "TierScheduler": "scheduler",
     "TierWorker": "worker",
 }

@@ -27,7 +27,7 @@ from kvdisk.config import TierConfig
 from kvdisk.errors import KVDiskError
 from kvdisk.identity import Identity, open_namespace
 from kvdisk.layout import Layout
-from kvdisk.messages import PathState
+from kvdisk.messages import Clear, PathState
 from kvdisk.path_health import PathHealth
 from kvdisk.placement import Placement
 from kvdisk.rank_file import RankFile
@@ -92,7 +92,7 @@ class DiskPath:
         self._sent: dict[int, _Sent] = {}
         self._id_base = 0  # ids of the present engine count from here
         self._untold = Events([], [], [])
-        self._clears: list[int] = []  # asked for, not yet durable
+        self._clears: list[Clear] = []  # asked for, not yet durable
         self._clearing = False
         self._closing = False
 
@@ -213,12 +213,12 @@ class DiskPath:
             self.file.bump_epoch(clears)
             self.engine = self._open_engine()
 
-    def clear(self, clear_id: int) -> None:
+    def clear(self, message: Clear) -> None:
         """Make everything stored so far unreadable; ``tend`` tells when that is durable.
 
         Until then nothing is taken. What is under way ends, one way or another.
         """
-        self._clears.append(clear_id)
+        self._clears.append(message)
 
     def tend(self, now_s: float) -> list[int]:
         """Begin the probes and clears that are due, take those that have ended.
@@ -230,7 +230,9 @@ class DiskPath:
         if isinstance(outcome, _Probed):
             self._health.probed(outcome.direction, outcome.error, now_s)
         elif isinstance(outcome, _Cleared):
-            durable, self._clears = self._clears, []
+            number = self.file.header.clears
+            durable = [each.id for each in self._clears if each.number <= number]
+            self._clears = [each for each in self._clears if each.number > number]
             self._replace_engine(outcome)
         elif isinstance(outcome, BaseException):
             raise outcome  # the disk's own errors were dealt with where they came up
@@ -256,6 +258,9 @@ class DiskPath:
         """
         self._closing = True
         self._background.abandon()
+        ended = self._background.take()
+        if isinstance(ended, _Cleared):  # it ended just now: the new engine is ours to close
+            self._replace_engine(ended)
         abandoned = 1
         if not self._clearing:  # else engine and file are in use by what hangs: left to it
             abandoned = self.engine.close(timeout_s)
@@ -303,6 +308,7 @@ class DiskPath:
 
     def _begin_clear(self) -> None:
         self._clearing = True
+        number = max(each.number for each in self._clears)
         file, engine, open_engine = self.file, self.engine, self._open_engine
 
         def until_done(step: Callable[[], Result]) -> Result:
@@ -317,7 +323,7 @@ class DiskPath:
 
         def clear() -> _Cleared:
             try:
-                until_done(file.bump_epoch)
+                until_done(partial(file.bump_epoch, number))
                 engine.close(_CLEAR_CLOSE_S)
                 return _Cleared(engine if self._closing else until_done(open_engine))
             finally:

@@ -40,9 +40,13 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Clear:
-    """Make everything stored so far unreadable, durably."""
+    """Make everything stored so far unreadable, durably.
+
+    ``number`` counts the clears of these files, over restarts too: every rank keeps the last one.
+    """
 
     id: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,9 @@ class RankOpened:
 
     ``restored_slots`` (int64) are the tier's numbers; ``restored_sequences`` (uint64) are higher
     for what was stored later; ``restored_keys`` are zero-padded ``(n, 64)`` bytes, of which
-    ``restored_key_lengths`` (uint8) count. ``facts`` is for people: a log line and ``health``.
+    ``restored_key_lengths`` (uint8) count. ``clears`` is the number of the last clear that they
+    have seen, ``paths`` the state of every path. ``facts`` is for people: a log line and
+    ``health``.
     """
 
     rank: int
@@ -71,6 +77,7 @@ class RankOpened:
     restored_sequences: npt.NDArray[np.uint64]
     restored_keys: npt.NDArray[np.uint8]
     restored_key_lengths: npt.NDArray[np.uint8]
+    clears: int
     paths: tuple[PathState, ...]
     facts: dict[str, object]
 

@@ -16,6 +16,27 @@ from kvdisk.messages import RankResult, Transfer
 from kvdisk.transfer import Direction, RowStatus
 
 
+@dataclass(frozen=True)
+class TierResult:
+    """How a transfer ended over all ranks, key by key in the order of the call.
+
+    ``statuses`` (uint8) are ``RowStatus`` values. OK: loaded into its block, or stored (or already
+    there). BUSY: another store of the key is under way. REFUSED: not tried, because there was no
+    room, the queue was full, the path sits out, or admission said no. ``errors`` (int32) is the
+    errno of the first rank that failed, 0 elsewhere.
+    """
+
+    transfer_id: int
+    direction: Direction
+    statuses: npt.NDArray[np.uint8]
+    errors: npt.NDArray[np.int32]
+
+    @property
+    def ok(self) -> bool:
+        """Every key succeeded."""
+        return bool((self.statuses == RowStatus.OK).all())
+
+
 @dataclass(eq=False)
 class Hold:
     """A row whose slot some ranks may still read or write."""

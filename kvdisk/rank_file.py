@@ -151,16 +151,15 @@ class RankFile:
         """What both files take on the disk, apart from the file system's own bookkeeping."""
         return self.slot_count * self.slot_bytes + record_file_bytes(self.slot_count)
 
-    def bump_epoch(self, clears: int | None = None) -> int:
+    def bump_epoch(self, clears: int) -> int:
         """Make every record written so far void, durably: also after a kill or a power cut.
 
-        Counts as one more clear, or as those up to number ``clears``, which this file has missed.
+        ``clears`` is the number of the clear that this is, or catches up with.
         Returns the new epoch. Raises DeviceError when the disk did not take it; then nothing may be
         considered invalidated.
         """
         assert not self.closed, "bump_epoch on a closed rank file"
         with self._header_lock:
-            clears = self.header.clears + 1 if clears is None else clears
             header = replace(self.header, epoch=self.header.epoch + 1, clears=clears)
             _write_header(self.record_fd, self.record_path, header)
             self.header = header

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -30,7 +29,7 @@ from kvdisk.errors import ConfigError
 from kvdisk.key_index import ABSENT, KEY_BYTES_MAX, KeyBatch
 from kvdisk.messages import Clear, PathState, RankOpened, RankReport, RankResult, Transfer
 from kvdisk.metrics import TierCounters
-from kvdisk.open_transfers import OpenTransfer, OpenTransfers
+from kvdisk.open_transfers import OpenTransfer, OpenTransfers, TierResult
 from kvdisk.path_health import TRANSIENT_ERRORS
 from kvdisk.placement import Placement
 from kvdisk.policy import AdmitAll, make_admission_policy, make_eviction_policy
@@ -40,27 +39,6 @@ from kvdisk.transfer import Direction, RowStatus, stored_key
 _SUSPICIOUS_KEYS: Final = 1000  # stored and asked for, without one hit: something is wrong
 
 _log = logging.getLogger("kvdisk")
-
-
-@dataclass(frozen=True)
-class TierResult:
-    """How a transfer ended over all ranks, key by key in the order of the call.
-
-    ``statuses`` (uint8) are ``RowStatus`` values. OK: loaded into its block, or stored (or already
-    there). BUSY: another store of the key is under way. REFUSED: not tried, because there was no
-    room, the queue was full, the path sits out, or admission said no. ``errors`` (int32) is the
-    errno of the first rank that failed, 0 elsewhere.
-    """
-
-    transfer_id: int
-    direction: Direction
-    statuses: npt.NDArray[np.uint8]
-    errors: npt.NDArray[np.int32]
-
-    @property
-    def ok(self) -> bool:
-        """Every key succeeded."""
-        return bool((self.statuses == RowStatus.OK).all())
 
 
 class TierScheduler:
@@ -87,16 +65,16 @@ class TierScheduler:
             block_bytes=self.placement.slot_bytes * world_size,
             clock=clock,
         )
-        self._world_size = world_size
+        self.world_size = world_size
         self._counters = TierCounters(block_bytes=block_bytes * world_size)
         self._opened: dict[int, RankOpened] = {}
-        self._ready = False
         self._joined_once = False
         self._rank_paths: dict[int, tuple[PathState, ...]] = {}
         self._up = {direction: np.ones(self.placement.path_count, bool) for direction in Direction}
         self._open = OpenTransfers(world_size)
         self._withheld: dict[int, list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]] = {}
-        self._clears: dict[int, set[int]] = {}  # ranks that have not yet made it durable
+        self._clears: dict[int, Clear] = {}  # by id, not yet durable in every rank
+        self._rank_clears: dict[int, int] = {}  # the last one that each rank has made durable
         self._finished: list[TierResult] = []
         self._source_free: list[int] = []
         self._id_last = 0
@@ -112,9 +90,9 @@ class TierScheduler:
 
         Raises ConfigError when the rank does not fit this scheduler.
         """
-        mine = (self._world_size, self.placement.slot_bytes, self.placement.slot_count)
+        mine = (self.world_size, self.placement.slot_bytes, self.placement.slot_count)
         theirs = (opened.world_size, opened.slot_bytes, opened.slot_count)
-        if theirs != mine or not 0 <= opened.rank < self._world_size:
+        if theirs != mine or not 0 <= opened.rank < self.world_size:
             raise ConfigError(
                 f"rank {opened.rank} was opened for (world size, slot bytes, slots) = {theirs}, "
                 f"the scheduler has {mine}: give both the same configuration and block size."
@@ -122,32 +100,42 @@ class TierScheduler:
         if opened.rank in self._opened:
             raise ConfigError(f"rank {opened.rank} is here twice: use the engine's global rank.")
         self._opened[opened.rank] = opened
+        self._rank_clears[opened.rank] = opened.clears
         self._set_paths(opened.rank, opened.paths)
         if self._joined_once:
             self._allocator.drop(keys_not_held(self._allocator.entries(), opened))
-        if len(self._opened) < self._world_size:
+        if len(self._opened) < self.world_size:
             return False
-        ranks = [self._opened[rank] for rank in range(self._world_size)]
-        if not self._joined_once:
+        ranks = [self._opened[rank] for rank in range(self.world_size)]
+        if self.needs_clear:
+            _log.warning("some ranks have missed a clear: what is stored must be cleared again")
+            self._allocator.clear()
+        elif not self._joined_once:
             self._restore(ranks)
         self._opened = {each.rank: each.without_restored() for each in ranks}
-        self._ready = self._joined_once = True
+        self._joined_once = True
         return True
+
+    @property
+    def needs_clear(self) -> bool:
+        """Ranks have not seen the same clears, so what they hold may differ under one key.
+
+        Nothing is stored until ``clear`` has reached all of them.
+        """
+        return len(set(self._rank_clears.values())) > 1
 
     def detach(self, rank: int) -> None:
         """A worker's process has ended: until another is attached, nothing is read or stored."""
         self._opened.pop(rank, None)
-        self._ready = False
         away = PathState(loads=False, stores=False, reason=f"rank {rank} is away")
         self._set_paths(rank, (away,) * self.placement.path_count)
         report = RankReport(rank, *self._open.end_of_rank(rank))
-        report.cleared.extend(clear_id for clear_id, at in self._clears.items() if rank in at)
         self.apply(report)
 
     @property
     def ready(self) -> bool:
-        """Every rank is attached."""
-        return self._ready
+        """Every rank is attached, and they agree on what was cleared."""
+        return len(self._opened) == self.world_size and not self.needs_clear
 
     # --- what is there
 
@@ -241,8 +229,10 @@ class TierScheduler:
         self._allocator.clear()
         self._open.void_all()
         self._id_last += 1
-        self._clears[self._id_last] = set(range(self._world_size))
-        return Clear(self._id_last)
+        pending = [each.number for each in self._clears.values()]
+        number = 1 + max([*self._rank_clears.values(), *pending], default=0)
+        self._clears[self._id_last] = Clear(self._id_last, number)
+        return self._clears[self._id_last]
 
     def cleared(self, clear_id: int) -> bool:
         """Every rank has made that clear durable."""
@@ -265,10 +255,10 @@ class TierScheduler:
         for slot in report.released_slots:
             self._apply_release(report.rank, slot)
         for clear_id in report.cleared:
-            missing = self._clears.get(clear_id, set())
-            missing.discard(report.rank)
-            if not missing:
-                self._clears.pop(clear_id, None)
+            if clear_id in self._clears:
+                self._rank_clears[report.rank] = self._clears[clear_id].number
+        durable = min(self._rank_clears.values(), default=0)
+        self._clears = {k: each for k, each in self._clears.items() if each.number > durable}
 
     @property
     def has_news(self) -> bool:
@@ -339,7 +329,7 @@ class TierScheduler:
         """Rows to be stored, their slots and tickets; ``statuses`` gets the others' outcome."""
         nothing = np.empty(0, np.intp), np.empty(0, np.int32), np.empty(0, np.int64)
         up = self._up[Direction.STORE]
-        if not self._ready or not up.any():
+        if not self.ready or not up.any():
             self._counters.refused("paused", len(batch))
             return nothing
         admitted = np.arange(len(batch))

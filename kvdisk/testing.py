@@ -76,6 +76,7 @@ class _Rank:
     payloads: dict[int, bytes] = field(default_factory=dict)
     records: dict[int, _Record] = field(default_factory=dict)
     epoch: int = 1
+    clears: int = 0
     sequence: int = 0
 
 
@@ -123,7 +124,7 @@ class SimulatedWorker:
         self._waiting: list[Transfer] = []
         self._busy: dict[int, int] = {}  # slot: late work under way
         self._late: list[_Late] = []
-        self._clears: list[int] = []
+        self._clears: list[Clear] = []
         self._paths = tuple(PathState() for _ in range(self._placement.path_count))
         self._untold_paths: tuple[PathState, ...] | None = self._paths
         self._closed = False
@@ -148,6 +149,7 @@ class SimulatedWorker:
             restored_sequences=np.array([r.sequence for r in found.values()], dtype=np.uint64),
             restored_keys=rows,
             restored_key_lengths=np.array([len(r.key) for r in found.values()], dtype=np.uint8),
+            clears=self._files.clears,
             paths=self._paths,
             facts={"backend": "simulated"},
         )
@@ -156,7 +158,7 @@ class SimulatedWorker:
         self._waiting.append(transfer)
 
     def clear(self, message: Clear) -> None:
-        self._clears.append(message.id)
+        self._clears.append(message)
 
     def cancel_waiting(self, transfer_id: int) -> None:
         """Nothing is ever begun before ``poll``, and then at once."""
@@ -182,7 +184,8 @@ class SimulatedWorker:
         if self._clears:
             self._files.epoch += 1
             self._files.records.clear()
-            report.cleared.extend(self._clears)
+            self._files.clears = max(each.number for each in self._clears)
+            report.cleared.extend(each.id for each in self._clears)
             self._clears.clear()
         return report
 

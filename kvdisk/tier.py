@@ -24,7 +24,8 @@ from kvdisk.identity import Identity
 from kvdisk.layout import Layout
 from kvdisk.messages import PathState, Worker
 from kvdisk.metrics import TierStats
-from kvdisk.scheduler import TierResult, TierScheduler
+from kvdisk.open_transfers import TierResult
+from kvdisk.scheduler import TierScheduler
 from kvdisk.units import display_size
 from kvdisk.worker import TierWorker
 

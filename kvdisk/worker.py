@@ -170,6 +170,7 @@ class TierWorker:
             restored_sequences=_joined([each.sequences for each in restored.values()]),
             restored_keys=_joined([each.key_rows for each in restored.values()]),
             restored_key_lengths=_joined([each.key_lengths for each in restored.values()]),
+            clears=max(path.file.header.clears for path in self._paths.values()),
             paths=self._path_states(),
             facts=self._facts(restored),
         )
@@ -208,7 +209,7 @@ class TierWorker:
         """
         self._clears[message.id] = len(self._paths)
         for path in self._paths.values():
-            path.clear(message.id)
+            path.clear(message)
         self._tend()
 
     def cancel_waiting(self, transfer_id: int) -> None:
@@ -238,13 +239,14 @@ class TierWorker:
         """Block, without the GIL, until ``poll`` may have something; False when time is over."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._closed and not self._report:
+            left = None if until is None else until - time.monotonic()
             tend_at = [path.next_tend_s() for path in self._paths.values()]
-            limit = min((each for each in (until, *tend_at) if each is not None), default=None)
-            left = None if limit is None else max(0.0, limit - time.monotonic())
-            if self._selector.poll(left):
+            due_in = [at - self._clock() for at in tend_at if at is not None]
+            limit = min([*due_in, *([] if left is None else [left])], default=None)
+            if self._selector.poll(None if limit is None else max(0.0, limit)):
                 return True
             self._tend()
-            if until is not None and time.monotonic() >= until:
+            if left is not None and left <= 0:
                 break
         return bool(self._report)
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
 from kvdisk.messages import Clear, Transfer
-from kvdisk.scheduler import TierResult, TierScheduler
+from kvdisk.open_transfers import TierResult
+from kvdisk.scheduler import TierScheduler
 from kvdisk.testing import Faults, SimulatedDisk, SimulatedWorker, simulated_config
 from kvdisk.transfer import Direction, RowStatus
 
@@ -37,7 +39,8 @@ class TierWorld:
         self.config = simulated_config(slots, BLOCK_BYTES)
         self.blocks = [np.zeros((blocks, BLOCK_BYTES), np.uint8) for _ in range(ranks)]
         self.generation = 0
-        self.stored: dict[int, int] = {}  # key: generation of its last acknowledged store
+        self.stored: set[int] = set()  # keys that may be found
+        self.offered: defaultdict[int, set[int]] = defaultdict(set)  # by generation
         self.loads: dict[int, tuple[list[int], list[int]]] = {}  # id: keys, blocks
         self.stores: dict[int, tuple[list[int], list[int], int]] = {}
         self.ended: set[int] = set()
@@ -58,12 +61,16 @@ class TierWorld:
         self.random.shuffle(order)
         for rank in order:
             self.scheduler.attach(self.workers[rank].take_opened())
-        assert self.scheduler.ready
         self.free_blocks = list(range(len(self.blocks[0])))
         self.loads.clear()
         self.stores.clear()
         self.ended.clear()
         self.freed.clear()
+        if self.scheduler.needs_clear:
+            self.clear()
+            for rank in range(self.ranks):
+                self.step(rank)
+        assert self.scheduler.ready
 
     # --- what an engine does
 
@@ -74,6 +81,7 @@ class TierWorld:
         for key, block in zip(keys, blocks, strict=True):
             for rank in range(self.ranks):
                 self.blocks[rank][block] = content(key, self.generation, rank)
+        self.offered[self.generation].update(keys)
         transfer = self.scheduler.store([name(key) for key in keys], blocks)
         self.stores[transfer.id] = (list(keys), blocks, self.generation)
         self._send(transfer)
@@ -129,12 +137,8 @@ class TierWorld:
     def restart(self, *, crash: bool) -> None:
         """End the workers, well or not, and open again. Nothing is promised of what is under way.
 
-        A clear that was not yet durable may be undone by this, so it is waited for, as by
-        ``DiskTier.clear``.
+        A clear that no rank has made durable is undone by this; one that some have is not.
         """
-        while any(worker._clears for worker in self.workers):
-            for rank in range(self.ranks):
-                self.step(rank)
         for worker in self.workers:
             if crash:
                 worker.crash()
@@ -144,9 +148,8 @@ class TierWorld:
         if not crash:
             self._take_news()
             assert not self.loads | self.stores, "close left a transfer open"
-        for keys, _, generation in self.stores.values():  # may or may not have been published
-            if generation == self.generation:
-                self.stored.update(dict.fromkeys(keys, generation))
+        self.generation = max(self.disk.rank(rank).clears for rank in range(self.ranks))
+        self.stored = set(self.offered[self.generation])  # published or not
         self.start()
 
     # --- checking
@@ -180,7 +183,7 @@ class TierWorld:
         self.free_blocks.extend(blocks)
         for key, status in zip(keys, result.statuses.tolist(), strict=True):
             if status == RowStatus.OK and generation == self.generation:
-                self.stored[key] = generation
+                self.stored.add(key)
 
     def _end_load(self, result: TierResult) -> None:
         keys, blocks = self.loads.pop(result.transfer_id)

@@ -12,7 +12,7 @@ import numpy as np
 from kvdisk.config import TierConfig
 from kvdisk.identity import Identity
 from kvdisk.layout import Layout
-from kvdisk.scheduler import TierResult
+from kvdisk.open_transfers import TierResult
 from kvdisk.tier import DiskTier
 from kvdisk.transfer import RowStatus
 

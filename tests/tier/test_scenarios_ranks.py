@@ -244,13 +244,14 @@ def _opened(scheduler: TierScheduler, rank: int) -> RankOpened:
     nothing = np.zeros(0, dtype=np.int64)
     return RankOpened(
         rank=rank,
-        world_size=scheduler._world_size,
+        world_size=scheduler.world_size,
         slot_bytes=placement.slot_bytes,
         slot_count=placement.slot_count,
         restored_slots=nothing,
         restored_sequences=nothing.astype(np.uint64),
         restored_keys=np.zeros((0, 64), dtype=np.uint8),
         restored_key_lengths=nothing.astype(np.uint8),
+        clears=0,
         paths=(UP,),
         facts={},
     )

@@ -329,6 +329,40 @@ class TestSplit:
         for worker in workers:
             worker.close()
 
+    def test_a8_a_crash_between_the_ranks_of_a_clear_clears_both(
+        self, tmp_path: Path, caches: list[np.ndarray]
+    ) -> None:
+        keys = [name(i) for i in range(16)]
+        scheduler, workers = self.open(tmp_path / "kv", caches)
+        self.run(scheduler, workers, scheduler.store(keys, np.arange(16)))
+        workers[0].clear(scheduler.clear())  # and the other one never hears of it
+        while workers[0].poll().cleared == []:
+            workers[0].wait(1.0)
+        for worker in workers:
+            worker.close()
+        scheduler, workers = self.open(tmp_path / "kv", caches)
+        assert scheduler.needs_clear
+        assert scheduler.lookup(keys) == 0
+        assert not len(scheduler.store(keys, np.arange(16))), "rank 1 may hold them from before"
+        scheduler.take_finished()
+        message = scheduler.clear()
+        until = time.monotonic() + PATIENCE_S
+        for worker in workers:
+            worker.clear(message)
+        while not scheduler.ready:
+            assert time.monotonic() < until
+            for worker in workers:
+                worker.wait(0.05)
+                scheduler.apply(worker.poll())
+        assert scheduler.cleared(message.id)
+        self.run(scheduler, workers, scheduler.store(keys, np.arange(16)))
+        for worker in workers:
+            worker.close()
+        scheduler, workers = self.open(tmp_path / "kv", caches)
+        assert scheduler.lookup(keys) == 16
+        for worker in workers:
+            worker.close()
+
     def test_ranks_that_do_not_fit_are_refused(
         self, tmp_path: Path, caches: list[np.ndarray]
     ) -> None:

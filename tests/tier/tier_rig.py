@@ -20,8 +20,8 @@ import numpy as np
 from kvdisk.config import TierConfig
 from kvdisk.identity import Identity
 from kvdisk.layout import Layout
+from kvdisk.open_transfers import TierResult
 from kvdisk.rank_file import record_file_bytes
-from kvdisk.scheduler import TierResult
 from kvdisk.tier import DiskTier
 from kvdisk.transfer import Direction, RowStatus
 

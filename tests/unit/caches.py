@@ -16,7 +16,8 @@ import numpy as np
 from kvdisk.config import TierConfig
 from kvdisk.identity import Identity
 from kvdisk.layout import Layout
-from kvdisk.scheduler import TierResult, TierScheduler
+from kvdisk.open_transfers import TierResult
+from kvdisk.scheduler import TierScheduler
 from kvdisk.tier import DiskTier
 from kvdisk.worker import TierWorker
 

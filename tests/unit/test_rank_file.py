@@ -76,7 +76,7 @@ def test_an_opened_file_keeps_epoch_and_records(directory: Path) -> None:
 def test_a_bumped_epoch_is_on_disk(directory: Path) -> None:
     with open_rank(directory) as opened:
         before = opened.epoch
-        assert opened.bump_epoch() == opened.epoch == before + 1
+        assert opened.bump_epoch(1) == opened.epoch == before + 1
         header = parse_header((directory / NAMES[1]).read_bytes()[:4096])
         assert isinstance(header, RankHeader)
         assert header.epoch == before + 1
@@ -92,7 +92,7 @@ def test_a_failed_bump_leaves_the_epoch(directory: Path, monkeypatch: pytest.Mon
         before = opened.epoch
         monkeypatch.setattr(os, "fsync", fail)
         with pytest.raises(DeviceError, match="write header") as caught:
-            opened.bump_epoch()
+            opened.bump_epoch(1)
         assert (caught.value.errno, opened.epoch) == (errno.EIO, before)
 
 
@@ -129,7 +129,7 @@ def test_unlink_and_persist(directory: Path) -> None:
         assert os.fstat(nameless.record_fd).st_size == 3 * 4096
         with open(f"/proc/self/fd/{nameless.record_fd}", "rb") as records:
             assert not any(records.read()[4096:])
-        nameless.bump_epoch()
+        nameless.bump_epoch(1)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_missing_space_is_said_in_numbers_and_nothing_is_left(tmp_path: Path) ->
         (mount / "another tenant").write_bytes(bytes(free.f_bfree * free.f_frsize))
         with open_rank(directory, slot_count=512) as opened:  # its space is its own
             assert "full" in opened.reason
-            opened.bump_epoch()
+            opened.bump_epoch(1)
         with open_rank(directory, slot_count=100) as opened:
             assert opened.reserved_bytes == 100 * SLOT + record_file_bytes(100)
 

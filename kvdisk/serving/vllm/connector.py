@@ -163,7 +163,7 @@ class KVDiskConnector(OffloadingConnector):  # type: ignore[misc]
             if self.manager.attach(handshake.opened):
                 counters = self.manager.scheduler.counters
                 logger.info("all ranks are open; %d blocks are there already", counters.restored)
-        if not self.manager.scheduler.ready:
+        if len(metadata) < self.manager.scheduler.world_size:
             raise ConfigError(
                 f"vLLM told of {len(metadata)} ranks, fewer than there are: this combination of "
                 "parallel sizes is not supported."

@@ -66,7 +66,10 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
     # --- the ranks
 
     def attach(self, opened: RankOpened) -> bool:
-        return self.scheduler.attach(opened)
+        complete = self.scheduler.attach(opened)
+        if complete and self.scheduler.needs_clear:
+            self.reset_cache()
+        return complete
 
     def apply(self, reports: Iterable[RankReport]) -> None:
         for report in reports:
@@ -134,6 +137,8 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._recompute.discard(req_context.req_id)
+        # What still loads for it tells nothing any more.
+        self._loads = {k: v for k, v in self._loads.items() if v != req_context.req_id}
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         stored, self._stored = self._stored, []
