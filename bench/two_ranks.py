@@ -262,7 +262,8 @@ def run(command: list[str]) -> str:
 
 def check_damage(pair: Pair, key: int) -> dict[str, Any]:
     """One bit of a block on rank 1 only: a miss on both, and from then on for every lookup."""
-    slot = int(pair.scheduler._allocator.find(names([key]))[0])
+    transfer = pair.scheduler.load(names([key]), TARGETS[:1])
+    slot = int(transfer.slots[0])
     file = next(pair.path.glob("*/rank-1-of-2.kv"))
     with file.open("r+b") as opened:
         opened.seek(slot * pair.scheduler.placement.slot_bytes + 12345)
@@ -270,7 +271,7 @@ def check_damage(pair: Pair, key: int) -> dict[str, Any]:
         opened.seek(-1, os.SEEK_CUR)
         opened.write(bytes([byte[0] ^ 1]))
         os.fsync(opened.fileno())
-    load = pair.load([key], TARGETS[:1])
+    load = pair.submit(transfer)
     status = RowStatus(int(pair.finish(load)[load][0]))
     return {"status": status.name, "found_after": pair.scheduler.lookup(names([key]))}
 

@@ -21,8 +21,17 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from kvdisk.errors import DeviceError
 from kvdisk.identity import NAMESPACE_FILE, is_namespace_name, parse_identity
-from kvdisk.looking import Buffer, FileReader, Lock, lock_of, open_directory, open_plain
+from kvdisk.looking import (
+    Buffer,
+    FileReader,
+    Lock,
+    lock_of,
+    open_directory,
+    open_plain,
+    require_directory,
+)
 from kvdisk.rank_header import HEADER_BYTES, RECORD_BYTES, RankHeader, parse_header
 from kvdisk.slot_records import RecordState, as_records, record_states
 
@@ -262,6 +271,17 @@ def _read_stretch(
     records = as_records(raw)
     keys = np.concatenate([records["key"], records["key_length"][:, np.newaxis]], axis=1)
     return states == RecordState.VALID, keys
+
+
+def look_into(path: Path) -> list[NamespaceSurvey]:
+    """``survey`` for a command: everything at once, trouble as an error that says what to do."""
+    require_directory(path)
+    try:
+        return list(survey(path.absolute()))
+    except OSError as error:
+        raise DeviceError.from_os_error(
+            error, "look into", error.filename or path, "Run it as the cache's user."
+        ) from error
 
 
 def survey(path: Path) -> Iterator[NamespaceSurvey]:

@@ -16,7 +16,6 @@ import click
 from kvdisk import __version__
 from kvdisk.cli import EXIT_BAD_VERDICT
 from kvdisk.cli.text import count_text, printable, time_text
-from kvdisk.errors import DeviceError
 from kvdisk.units import display_size
 
 if TYPE_CHECKING:
@@ -44,16 +43,9 @@ def inspect(path: Path, as_json: bool) -> int:
     The exit status is 1 when something is wrong with a file.
     """
     # Only here, so that --help needs neither numpy nor the native module.
-    from kvdisk.looking import require_directory
-    from kvdisk.survey import survey
+    from kvdisk.survey import look_into
 
-    require_directory(path)
-    try:
-        found = list(survey(path.absolute()))
-    except OSError as error:
-        raise DeviceError.from_os_error(
-            error, "look into", error.filename or path, "Run it as the cache's user."
-        ) from error
+    found = look_into(path)
     if as_json:
         click.echo(json.dumps(_document(path, found), indent=2))
     elif not found:

@@ -21,7 +21,7 @@ import click
 from kvdisk import __version__
 from kvdisk.cli import EXIT_BAD_VERDICT, EXIT_INTERRUPTED
 from kvdisk.cli.text import count_text, printable
-from kvdisk.errors import ConfigError, DeviceError
+from kvdisk.errors import ConfigError
 from kvdisk.units import display_size, parse_size
 
 if TYPE_CHECKING:
@@ -50,20 +50,13 @@ def verify(path: Path, rate: str, jobs: int, as_json: bool) -> int:
     that the server replaces meanwhile as changed, not as damaged. The exit status is 1 when a
     block is damaged. Such a block is a miss for the server, never a wrong answer.
     """
-    from kvdisk.looking import require_directory
     from kvdisk.scrub import Pace, RankScrub
-    from kvdisk.survey import survey
+    from kvdisk.survey import look_into
 
     bytes_per_s = parse_size(rate.removesuffix("/s"), "rate")
     if not 1 <= jobs <= _JOBS_MAX:
         raise ConfigError(f"jobs={jobs}: must be between 1 and {_JOBS_MAX}.")
-    require_directory(path)
-    try:
-        found = list(survey(path.absolute()))
-    except OSError as error:
-        raise DeviceError.from_os_error(
-            error, "look into", error.filename or path, "Run it as the cache's user."
-        ) from error
+    found = look_into(path)
     if not any(each.ranks for each in found):
         raise ConfigError(f"{printable(path)}: there are no rank files here; name a cache's root.")
     stop = threading.Event()

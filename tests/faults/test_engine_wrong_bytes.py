@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import random
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from disks import tmpfs
+from disks import file_size_limit, tmpfs
 from rig import ok, rig
 
 from kvdisk.rank_file import RankFile
@@ -21,17 +18,6 @@ from kvdisk.transfer import RowStatus
 
 KIB, MIB = 1 << 10, 1 << 20
 BACKENDS = ["uring", "threads"]
-
-
-@contextlib.contextmanager
-def file_size_limit(limit_bytes: int) -> Iterator[None]:
-    """RLIMIT_FSIZE: a write across it is short, one beyond it is EFBIG (Python ignores SIGXFSZ)."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.root

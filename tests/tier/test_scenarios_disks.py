@@ -6,16 +6,14 @@ ends, and what was lost comes back into service once the disk does.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
 import random
-import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,7 @@ import pytest
 from kvdisk.config import TierConfig
 from kvdisk.errors import ConfigError, DeviceError
 from kvdisk.transfer import RowStatus
-from tests.faults.disks import freeze, loop_disk, loop_ext4, thaw, tmpfs
+from tests.faults.disks import file_size_limit, freeze, loop_disk, loop_ext4, thaw, tmpfs
 from tests.tier.tier_rig import KIB, MIB, TierRig, config_of, keys_of, ok, tier_rig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,17 +37,6 @@ class Clock:
 
     def __call__(self) -> float:
         return time.monotonic() + self.ahead_s
-
-
-@contextlib.contextmanager
-def file_size_limit(limit_bytes: int) -> Iterator[None]:
-    """RLIMIT_FSIZE: writes beyond it are EFBIG (Python ignores SIGXFSZ)."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def used_bytes(directory: Path) -> int:

@@ -21,12 +21,12 @@ UNKNOWN_WEIGHTS: Final = "unknown"
 
 
 def identity_of(
-    vllm_config: Any, layout: dict[str, object], *, replica: int = 0, weights: str = ""
+    vllm_config: Any, layout: dict[str, object], *, replica: int, weights: str
 ) -> Identity:
     """The identity of the engine that ``vllm_config`` describes.
 
     ``layout`` is what the scheduler and every rank know alike of the cache's layout. ``replica`` is
-    the data-parallel index: replicas share nothing. ``weights`` overrides what is found out.
+    the data-parallel index: replicas share nothing. ``weights`` is what ``resolve_weights`` gave.
     """
     import vllm
 
@@ -35,7 +35,7 @@ def identity_of(
     dtype = model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
     return Identity(
         model=str(model.model),
-        weights=weights or known_weights(model) or UNKNOWN_WEIGHTS,
+        weights=weights,
         dtype=str(dtype).removeprefix("torch."),
         block_tokens=int(cache.block_size),
         layout=layout,
@@ -62,19 +62,24 @@ def identity_of(
     )
 
 
-def why_nothing_may_be_kept(vllm_config: Any, weights: str) -> str | None:
-    """Why blocks must not outlive this engine, or None when they may.
+def resolve_weights(vllm_config: Any, said: str) -> tuple[str, str | None]:
+    """What distinguishes the weights, and why blocks must not outlive this engine (None: they may).
 
-    ``weights`` is what the operator said of them, if anything.
+    ``said`` is what the operator said of them, if anything. Reads some of the weights' files.
     """
+    weights = said or known_weights(vllm_config.model_config) or UNKNOWN_WEIGHTS
+    return weights, _why_nothing_may_be_kept(vllm_config, weights, said)
+
+
+def _why_nothing_may_be_kept(vllm_config: Any, weights: str, said: str) -> str | None:
     if random_hash_seed(vllm_config):
         return (
             f"{vllm_config.cache_config.prefix_caching_hash_algo} hashes blocks with a seed that "
             "differs in every process: set PYTHONHASHSEED, or use --prefix-caching-hash-algo sha256"
         )
-    if weights:
+    if said:
         return None
-    if known_weights(vllm_config.model_config) is None:
+    if weights == UNKNOWN_WEIGHTS:
         return 'it cannot be told which weights these are: name them with the option "weights"'
     if vllm_config.lora_config is not None:
         return (

@@ -38,13 +38,17 @@ from kvdisk.metrics import TierCounters
 from kvdisk.serving.vllm.identity import (
     UNKNOWN_WEIGHTS,
     identity_of,
+    resolve_weights,
     weights_of_path,
-    why_nothing_may_be_kept,
 )
 from kvdisk.serving.vllm.metrics import counters_since, metric_definitions
-from kvdisk.serving.vllm.spec import share_of_replica
+from kvdisk.serving.vllm.spec import keep_nothing_if, share_of_replica
 from kvdisk.tier import opening_line
 
+_UNKNOWN_CONTENT: Final = (
+    "what changes the blocks' bytes is not known here: use kv_connector=KVDiskTieringConnector of "
+    'kvdisk.serving.vllm, or name the content with the option "identity"'
+)
 _SLACK_S: Final = 30.0  # beyond the longest deadline
 
 logger = init_logger("vllm.kvdisk")
@@ -118,26 +122,6 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]
         finished, self._finished = self._finished, []
         return finished
 
-    def _poll(self) -> None:
-        for result in self._tier.poll().finished:
-            job, is_load = self._jobs.pop(result.transfer_id)
-            keys = list(job.keys)
-            good = result.statuses == RowStatus.OK
-            if not is_load:
-                good |= result.statuses == RowStatus.BUSY  # another store of it is under way
-            moved = [key for key, ok in zip(keys, good.tolist(), strict=True) if ok]
-            if not is_load and self._events_wanted and moved:
-                self._events.append(OffloadingEvent(moved, self.medium, False, self.locality))
-            self._finished.append(
-                JobResult(
-                    job_id=job.job_id,
-                    success=len(moved) == len(keys),
-                    successful_keys=moved if is_load else None,
-                    transfer_time=time.monotonic() - job.submit_time,
-                    transfer_bytes=len(moved) * self.block_size_bytes,
-                )
-            )
-
     def take_events(self) -> Iterable[OffloadingEvent]:
         events, self._events = self._events, []
         return events
@@ -168,6 +152,28 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self._tier.close()
+
+    # --- steps of the above
+
+    def _poll(self) -> None:
+        for result in self._tier.poll().finished:
+            job, is_load = self._jobs.pop(result.transfer_id)
+            keys = list(job.keys)
+            good = result.statuses == RowStatus.OK
+            if not is_load:
+                good |= result.statuses == RowStatus.BUSY  # another store of it is under way
+            moved = [key for key, ok in zip(keys, good.tolist(), strict=True) if ok]
+            if not is_load and self._events_wanted and moved:
+                self._events.append(OffloadingEvent(moved, self.medium, False, self.locality))
+            self._finished.append(
+                JobResult(
+                    job_id=job.job_id,
+                    success=len(moved) == len(keys),
+                    successful_keys=moved if is_load else None,
+                    transfer_time=time.monotonic() - job.submit_time,
+                    transfer_bytes=len(moved) * self.block_size_bytes,
+                )
+            )
 
 
 def _layout_of(primary_kv_view: memoryview) -> Layout:
@@ -205,20 +211,13 @@ def _settings(
     }
     if _engine_config:
         engine = _engine_config[0]
-        reason = why_nothing_may_be_kept(engine, weights)
-        if reason is not None:
-            logger.warning("kvdisk: blocks are not kept for the next start: %s.", reason)
-            options["persist"] = False
+        weights, reason = resolve_weights(engine, weights)
+        keep_nothing_if(reason, options)
         settings = share_of_replica(TierConfig.from_mapping(options), config)
         replica = config.parallel.data_parallel_index
         return settings, identity_of(engine, fields, replica=replica, weights=weights)
     if not identity and options.get("persist") is not False:
-        logger.warning(
-            "kvdisk: nothing is kept for the next start, because what changes the blocks' bytes is "
-            "not known here: use kv_connector=KVDiskTieringConnector from kvdisk.serving.vllm, or "
-            'name the content with the option "identity".'
-        )
-        options["persist"] = False
+        keep_nothing_if(_UNKNOWN_CONTENT, options)
     content = Identity(
         model=config.model.name,
         weights=weights or weights_of_path(config.model.name) or UNKNOWN_WEIGHTS,

@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvdisk import ConfigError, Identity, TierConfig
-from kvdisk.serving.vllm.identity import identity_of, why_nothing_may_be_kept
+from kvdisk.serving.vllm.identity import identity_of, resolve_weights
 from kvdisk.serving.vllm.manager import KVDiskManager
 from kvdisk.serving.vllm.metrics import metric_definitions
 from kvdisk.serving.vllm.worker import KVDiskWorker
@@ -45,13 +45,15 @@ class KVDiskSpec(OffloadingSpec):  # type: ignore[misc]
         super().__init__(config)
         if config.canonical_layout:
             raise ConfigError("canonical_layout is not supported: leave it out.")
-        self.tier_config = _tier_config(config, vllm_config)
+        said = str(config.extra_config.get(_WEIGHTS, ""))
+        weights, reason = resolve_weights(vllm_config, said)
+        self.tier_config = _tier_config(config, reason)
         self.block_bytes = int(config.worker_kv_bytes_per_block)
         self.identity: Identity = identity_of(
             vllm_config,
             _layout_fields(config),
             replica=config.parallel.data_parallel_index,
-            weights=str(config.extra_config.get(_WEIGHTS, "")),
+            weights=weights,
         )
         self._manager: KVDiskManager | None = None
         self._worker: KVDiskWorker | None = None
@@ -84,19 +86,24 @@ class KVDiskSpec(OffloadingSpec):  # type: ignore[misc]
         return self._worker
 
 
-def _tier_config(config: OffloadingConfig, vllm_config: Any) -> TierConfig:
+def _tier_config(config: OffloadingConfig, why_not_kept: str | None) -> TierConfig:
     options = {
         name: value
         for name, value in config.extra_config.items()
         if name not in _VLLM_OPTIONS and name != _WEIGHTS
     }
-    reason = why_nothing_may_be_kept(vllm_config, str(config.extra_config.get(_WEIGHTS, "")))
-    if reason is not None:
-        if options.get("persist") is True:
-            raise ConfigError(f"persist=true cannot be had: {reason}.")
-        logger.warning("kvdisk: blocks are not kept for the next start: %s.", reason)
-        options["persist"] = False
+    keep_nothing_if(why_not_kept, options)
     return share_of_replica(TierConfig.from_mapping(options), config)
+
+
+def keep_nothing_if(reason: str | None, options: dict[str, Any]) -> None:
+    """Turn persistence off, saying why; an error where it was asked for."""
+    if reason is None:
+        return
+    if options.get("persist") is True:
+        raise ConfigError(f"persist=true cannot be had: {reason}.")
+    logger.warning("kvdisk: blocks are not kept for the next start: %s.", reason)
+    options["persist"] = False
 
 
 def share_of_replica(tier_config: TierConfig, config: OffloadingConfig) -> TierConfig:
