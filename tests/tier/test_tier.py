@@ -74,8 +74,8 @@ def test_each_transfer_ends_once_and_its_source_is_free_no_later(tmp_path: Path)
         ids = [rig.submit_store(KEYS), rig.submit_store(KEYS[:50]), rig.submit_store([])]
         for transfer_id in ids:
             rig.finish(transfer_id)
-            assert transfer_id in rig.freed
-        assert sorted(rig.freed) == sorted(ids)
+            assert transfer_id in rig.source_free
+        assert sorted(rig.source_free) == sorted(ids)
         assert rig.results[ids[1]].statuses.tolist() == [RowStatus.BUSY] * 50
         assert not len(rig.results[ids[2]].statuses)
 

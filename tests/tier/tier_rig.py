@@ -12,8 +12,9 @@ import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -104,6 +105,9 @@ class Blocks:
         return np.concatenate([segment[block] for segment in self.segments])
 
 
+Rig = TypeVar("Rig", bound="TierRig")
+
+
 class TierRig:
     """A DiskTier on ``paths`` with ``slots`` slots a path, and what may be found in it.
 
@@ -123,11 +127,13 @@ class TierRig:
         legal: dict[bytes, set[int]] | None = None,
         identity: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        config: TierConfig | None = None,
         **options: Any,
     ) -> None:
+        """``config``, if there is one, takes the place of ``slots`` and ``options``."""
         self.blocks = Blocks(blocks or slots * len(paths), block_bytes)
         self.legal = defaultdict(set) if legal is None else legal
-        self.config = config_of(paths, slots, block_bytes, **options)
+        self.config = config or config_of(paths, slots, block_bytes, **options)
         self.identity = identity_of(self.blocks.layout, **(identity or {}))
         self.tier = DiskTier.open(self.blocks.layout, self.identity, self.config, clock=clock)
         self.results: dict[int, TierResult] = {}
@@ -248,10 +254,14 @@ class TierRig:
         return [directory / "rank-0-of-1.idx" for directory in self.directories]
 
 
+def tier_rig(*paths: Path, **options: Any) -> AbstractContextManager[TierRig]:
+    """A rig that is recounted and closed at the end."""
+    return closing(TierRig(*paths, **options))
+
+
 @contextlib.contextmanager
-def tier_rig(*paths: Path, **options: Any) -> Iterator[TierRig]:
-    """A rig that is recounted and closed at the end, with every buffer and slot accounted for."""
-    made = TierRig(*paths, **options)
+def closing(made: Rig) -> Iterator[Rig]:
+    """At the end every buffer and slot must be accounted for."""
     try:
         yield made
         made.finish_all()
