@@ -191,7 +191,7 @@ class _Found(NamedTuple):
 class KeyIndex:
     """Key → slot for ``slots`` slots, and slot → key. 81 to 93 bytes a slot."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, *, tell_removed: bool = False) -> None:
         require(slots > 0, "an index needs a slot")
         buckets = 1 << max(0, (-(-slots // (_WAYS // 2)) - 1).bit_length())
         self._bucket_mask = np.int64(buckets - 1)
@@ -209,12 +209,19 @@ class KeyIndex:
         self._overflow: dict[bytes, int] = {}
         self._version = 0
         self._size = 0
+        self._removed: list[bytes] | None = [] if tell_removed else None
         # The one length of all keys held, so that lengths need no comparing; None: they differ.
         self._length: int | None = 0
         self._absent = np.full(256, ABSENT, dtype=np.int32)
 
     def __len__(self) -> int:
         return self._size
+
+    def take_removed(self) -> list[bytes]:
+        """With ``tell_removed``: the keys that have left since the last call, in that order."""
+        removed = self._removed or []
+        self._removed = None if self._removed is None else []
+        return removed
 
     def find(self, batch: KeyBatch) -> Slots:
         """The slot of each key, ``ABSENT`` where there is none. Not to be written to.
@@ -324,6 +331,7 @@ class KeyIndex:
 
     def remove(self, slots: Slots) -> None:
         """Forget the keys of distinct slots that hold one."""
+        self._note_removed(slots)
         self._version += 1
         self._size -= len(slots)
         places = self._place.take(slots)
@@ -346,6 +354,8 @@ class KeyIndex:
         return KeyBatch.from_rows(rows, self._lengths.take(slots))
 
     def clear(self) -> None:
+        if self._removed is not None:
+            self._note_removed(self._live())
         self._version += 1
         self._flat_tags.fill(0)
         self._overflow.clear()
@@ -355,6 +365,7 @@ class KeyIndex:
     def resized(self, slots: int, live: Slots) -> KeyIndex:
         """A new index of ``slots`` slots that holds what ``live`` slots hold here."""
         index = KeyIndex(slots)
+        index._removed = self._removed
         for start in range(0, len(live), 1 << 16):
             part = live[start : start + (1 << 16)]
             index.insert(self.batch(part), part, part)
@@ -363,10 +374,18 @@ class KeyIndex:
     def check(self, live: Slots) -> None:
         """Full recount: exactly ``live`` slots hold a key, and each key leads back to its slot."""
         require(len(live) == self._size, f"index counts {self._size} keys, {len(live)} slots do")
-        placed = self._flat_slots[self._flat_tags != 0]
-        held = np.sort(np.concatenate([placed, np.array(list(self._overflow.values()), np.int32)]))
+        held = np.sort(self._live())
         require(np.array_equal(held, np.sort(live)), "the table's slots are not the live slots")
         require(np.array_equal(self.find(self.batch(live)), live), "a key leads to another slot")
+
+    def _live(self) -> Slots:
+        """The slots that hold a key, in no order. O(slots)."""
+        placed = self._flat_slots[self._flat_tags != 0]
+        return np.concatenate([placed, np.array(list(self._overflow.values()), np.int32)])
+
+    def _note_removed(self, slots: Slots) -> None:
+        if self._removed is not None:
+            self._removed += self.batch(slots).keys
 
     def _put_in_overflow(self, slots: Slots) -> None:
         self._place[slots] = _IN_OVERFLOW

@@ -50,6 +50,7 @@ class TierScheduler:
         block_bytes: int,
         *,
         world_size: int = 1,
+        tell_removed: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``block_bytes``: of one rank, the largest where ranks differ. Raises ConfigError."""
@@ -57,7 +58,8 @@ class TierScheduler:
             raise ConfigError(f"world_size={world_size}: there is at least one rank.")
         self.placement = Placement.of(config, block_bytes, world_size)
         slots = self.placement.slot_count
-        self._allocator = SlotAllocator(slots, make_eviction_policy(config.eviction, slots))
+        policy = make_eviction_policy(config.eviction, slots)
+        self._allocator = SlotAllocator(slots, policy, tell_removed=tell_removed)
         self._admission = make_admission_policy(
             config.admission,
             slots,
@@ -274,6 +276,10 @@ class TierScheduler:
         """Stores whose blocks no rank reads any more, since the last call; before their result."""
         free, self._source_free = self._source_free, []
         return free
+
+    def take_removed(self) -> list[bytes]:
+        """With ``tell_removed``: keys evicted or dropped since the last call, stored or not."""
+        return self._allocator.take_removed()
 
     # --- looking at it
 

@@ -116,10 +116,15 @@ class SlotAllocator:
     About 130 bytes a slot with the default policy, whatever is stored; nothing grows later.
     """
 
-    def __init__(self, slots: int, policy: EvictionPolicy | None = None) -> None:
-        """``policy`` must have been made for ``slots`` slots; LRU when there is none."""
+    def __init__(
+        self, slots: int, policy: EvictionPolicy | None = None, *, tell_removed: bool = False
+    ) -> None:
+        """``policy`` must have been made for ``slots`` slots; LRU when there is none.
+
+        ``tell_removed`` keeps the keys that leave until ``take_removed``.
+        """
         self._table = SlotTable(slots)
-        self._index = KeyIndex(slots)
+        self._index = KeyIndex(slots, tell_removed=tell_removed)
         self._policy: EvictionPolicy = LRUPolicy(slots) if policy is None else policy
         self._refused = 0
         self._evicted = 0
@@ -304,6 +309,10 @@ class SlotAllocator:
         self._forget(slots)
         self._table.assert_sums(len(self._index))
         return len(slots)
+
+    def take_removed(self) -> list[bytes]:
+        """Keys that have left since the last call, in that order, stored or not."""
+        return self._index.take_removed()
 
     # Operations that did not end in time.
 

@@ -74,17 +74,21 @@ class DiskTier:
         config: TierConfig,
         *,
         direct_stores: bool = False,
+        tell_removed: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> DiskTier:
         """A tier for the blocks of ``layout``, with what earlier runs of ``identity`` left.
 
         ``direct_stores``: blocks in aligned host memory, each filling its slot, are written from
-        where they are. They must then stay unchanged until the store has ended.
+        where they are. They must then stay unchanged until the store has ended. ``tell_removed``
+        keeps what ``take_removed`` gives.
 
         Raises ConfigError (an option, the directory or the size cannot work), BusyError (another
         process has it open) or DeviceError (the disk does not do what is needed).
         """
-        scheduler = TierScheduler(config, layout.block_bytes, clock=clock)
+        scheduler = TierScheduler(
+            config, layout.block_bytes, tell_removed=tell_removed, clock=clock
+        )
         worker = TierWorker.open(layout, identity, config, direct_stores=direct_stores, clock=clock)
         try:
             opened = worker.take_opened()
@@ -193,6 +197,10 @@ class DiskTier:
             if left <= 0:
                 return False
             self._worker.wait(min(left, _CLEAR_POLL_S))
+
+    def take_removed(self) -> list[bytes]:
+        """With ``tell_removed``: keys evicted or dropped since the last call, stored or not."""
+        return self._scheduler.take_removed()
 
     # --- looking at it
 

@@ -565,6 +565,24 @@ class TestEverything:
         assert commit(allocator, storing) == [True, True]
         allocator.check()
 
+    def test_what_leaves_is_told_when_that_is_wanted(self) -> None:
+        allocator = SlotAllocator(4, tell_removed=True)
+        put(allocator, names(0, 4))
+        assert allocator.take_removed() == []
+        put(allocator, [b"failed"], ok=False)
+        assert allocator.take_removed() == [b"key-3", b"failed"]
+        put(allocator, [b"longer than the others"])
+        allocator.drop([b"key-0"])
+        allocator.clear()
+        left = allocator.take_removed()
+        assert left[0] == b"key-0"
+        assert sorted(left[1:]) == [b"key-1", b"key-2", b"longer than the others"]
+        assert allocator.take_removed() == []
+        silent = SlotAllocator(1)
+        put(silent, [b"a"])
+        put(silent, [b"b"])
+        assert silent.take_removed() == []
+
     def test_entries_tell_everything(self) -> None:
         allocator = SlotAllocator(4)
         stored = put(allocator, [b"a"])

@@ -17,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
-    Medium,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
@@ -30,6 +29,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvdisk import RowStatus, TierConfig, TierScheduler
 from kvdisk.messages import Clear, RankOpened, RankReport, Transfer
 from kvdisk.metrics import TierCounters
+from kvdisk.serving.vllm.events import ChunkEvents
 from kvdisk.serving.vllm.metrics import counters_since
 
 
@@ -51,11 +51,19 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
     """``scheduler`` owns the slots; what the ranks report comes in through ``apply``."""
 
     def __init__(
-        self, config: TierConfig, block_bytes: int, *, world_size: int, blocks_per_chunk: int
+        self,
+        config: TierConfig,
+        block_bytes: int,
+        *,
+        world_size: int,
+        blocks_per_chunk: int,
+        events: bool = False,
     ) -> None:
-        self.scheduler = TierScheduler(config, block_bytes, world_size=world_size)
+        self.scheduler = TierScheduler(
+            config, block_bytes, world_size=world_size, tell_removed=events
+        )
         self._blocks_per_chunk = blocks_per_chunk
-        self._stored: list[OffloadKey] = []
+        self._events = ChunkEvents(wanted=events)
         self._stores: dict[int, list[OffloadKey]] = {}
         self._loads: dict[int, str] = {}  # the request that each load is for
         self._recompute: set[str] = set()  # requests that have had a load fail
@@ -75,6 +83,7 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
         for report in reports:
             self.scheduler.apply(report)
         self.scheduler.take_source_free()  # vLLM waits for the ranks itself before it reuses blocks
+        self._tell_removed()
         for result in self.scheduler.take_finished():
             request = self._loads.pop(result.transfer_id, None)
             if request is not None and not result.ok:
@@ -83,9 +92,9 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
             if chunks is None:
                 continue
             stored = (result.statuses == RowStatus.OK).reshape(-1, self._blocks_per_chunk)
-            self._stored += [
+            self._events.stored(
                 chunk for chunk, ok in zip(chunks, stored.all(axis=1), strict=True) if ok
-            ]
+            )
 
     def take_clears(self) -> list[Clear]:
         """For every rank: make what is stored so far unreadable."""
@@ -141,9 +150,8 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
         self._loads = {k: v for k, v in self._loads.items() if v != req_context.req_id}
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        stored, self._stored = self._stored, []
-        if stored:
-            yield OffloadingEvent(keys=stored, medium=Medium.STORAGE, removed=False)
+        self._tell_removed()
+        return self._events.take()
 
     def reset_cache(self) -> None:
         message = self.scheduler.clear()
@@ -161,6 +169,12 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
         return stats
 
     # --- steps of the above
+
+    def _tell_removed(self) -> None:
+        rows = self.scheduler.take_removed()
+        if self._blocks_per_chunk > 1:
+            rows = [row.rpartition(b"/")[0] for row in rows]  # its chunk, which lacks it now
+        self._events.removed(OffloadKey(row) for row in rows)
 
     def _rows(self, keys: Collection[OffloadKey]) -> list[bytes]:
         if self._blocks_per_chunk == 1:

@@ -35,6 +35,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvdisk import DiskTier, Identity, Layout, RowStatus, TierConfig
 from kvdisk.metrics import TierCounters
+from kvdisk.serving.vllm.events import ChunkEvents
 from kvdisk.serving.vllm.identity import (
     UNKNOWN_WEIGHTS,
     identity_of,
@@ -91,13 +92,15 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]
         config, content = _settings(offloading_spec, layout, weights, identity, options)
         longest_ns = max(config.load_deadline_ns, config.store_deadline_ns)
         self._drain_limit_s = longest_ns / 1e9 + _SLACK_S
-        self._tier = DiskTier.open(layout, content, config, direct_stores=_is_aligned(layout))
+        wanted = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        self._events = ChunkEvents(wanted=wanted, locality=self.locality)
+        self._tier = DiskTier.open(
+            layout, content, config, direct_stores=_is_aligned(layout), tell_removed=wanted
+        )
         health = self._tier.health()
         logger.info("%s", opening_line(health.facts, self._tier.stats().counters.restored))
         self._jobs: dict[int, tuple[TransferJob, bool]] = {}  # by our transfer; whether a load
         self._finished: list[JobResult] = []
-        self._events_wanted = enable_kv_events
-        self._events: list[OffloadingEvent] = []
         self._told = TierCounters(block_bytes=layout.block_bytes)
 
     @classmethod
@@ -123,8 +126,8 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]
         return finished
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        events, self._events = self._events, []
-        return events
+        self._tell_removed()
+        return self._events.take()
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._tier.touch(list(keys))
@@ -156,15 +159,16 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]
     # --- steps of the above
 
     def _poll(self) -> None:
-        for result in self._tier.poll().finished:
+        finished = self._tier.poll().finished
+        self._tell_removed()
+        for result in finished:
             job, is_load = self._jobs.pop(result.transfer_id)
             keys = list(job.keys)
             good = result.statuses == RowStatus.OK
             if not is_load:
+                self._events.stored(key for key, ok in zip(keys, good.tolist(), strict=True) if ok)
                 good |= result.statuses == RowStatus.BUSY  # another store of it is under way
             moved = [key for key, ok in zip(keys, good.tolist(), strict=True) if ok]
-            if not is_load and self._events_wanted and moved:
-                self._events.append(OffloadingEvent(moved, self.medium, False, self.locality))
             self._finished.append(
                 JobResult(
                     job_id=job.job_id,
@@ -174,6 +178,9 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]
                     transfer_bytes=len(moved) * self.block_size_bytes,
                 )
             )
+
+    def _tell_removed(self) -> None:
+        self._events.removed(OffloadKey(key) for key in self._tier.take_removed())
 
 
 def _layout_of(primary_kv_view: memoryview) -> Layout:

@@ -69,6 +69,7 @@ class KVDiskSpec(OffloadingSpec):  # type: ignore[misc]
                 self.block_bytes,
                 world_size=self.config.parallel.world_size,
                 blocks_per_chunk=self.blocks_per_chunk,
+                events=self.kv_events_config.enable_kv_cache_events,
             )
         return self._manager
 

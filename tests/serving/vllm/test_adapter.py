@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,20 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    LookupResult,
+    Medium,
+    OffloadKey,
+    ReqContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvdisk.messages import RankReport, RankResult, Transfer
 from kvdisk.serving.vllm.identity import known_weights
 from kvdisk.serving.vllm.manager import KVDiskLoadStoreSpec, KVDiskManager
+from kvdisk.serving.vllm.secondary_tier import KVDiskTier
 from kvdisk.serving.vllm.worker import KVDiskWorker
 from kvdisk.testing import SimulatedDisk, SimulatedWorker, simulated_config
 from kvdisk.transfer import Direction, RowStatus
@@ -79,18 +89,52 @@ class TestKnownWeights:
         assert not set(before) & set(after)
 
 
+def keys_of(numbers: Iterable[int]) -> list[OffloadKey]:
+    return [make_offload_key(b"block %d" % number, 0) for number in numbers]
+
+
+class Simulated:
+    """A manager and one worker on a simulated disk of 253 slots."""
+
+    def __init__(self, disk: SimulatedDisk | None = None, **options: Any) -> None:
+        config = simulated_config(253, 64)
+        options = {"world_size": 1, "blocks_per_chunk": 1, **options}
+        self.manager = KVDiskManager(config, 64, **options)
+        self.disk = disk or SimulatedDisk()
+        self.worker = SimulatedWorker(self.disk, np.zeros((64, 64), np.uint8), config)
+        self.manager.attach(self.worker.take_opened())
+        self.request = ReqContext("one")
+
+    def store(self, numbers: Iterable[int]) -> None:
+        output = self.manager.prepare_store(keys_of(numbers), self.request)
+        assert output is not None
+        if len(output.store_spec.transfer):
+            self.worker.submit(output.store_spec.transfer)
+        self.poll()
+
+    def load(self, numbers: Iterable[int]) -> None:
+        self.worker.submit(self.manager.prepare_load(keys_of(numbers), self.request).transfer)
+        self.poll()
+
+    def poll(self) -> None:
+        self.manager.apply([self.worker.poll()])
+
+    def events(self) -> list[tuple[bool, set[OffloadKey]]]:
+        """Whether removed, and which; each kind once."""
+        found: dict[bool, list[OffloadKey]] = {}
+        for event in self.manager.take_events():
+            assert event.medium is Medium.STORAGE
+            found.setdefault(event.removed, []).extend(event.keys)
+        assert all(len(keys) == len(set(keys)) for keys in found.values())
+        return [(removed, set(keys)) for removed, keys in found.items()]
+
+
 def test_a_request_waits_for_one_failed_load_only() -> None:
     """Scenario A22: what timed out stays on the disk, and must not be loaded for ever."""
-    config = simulated_config(253, 64)
-    manager = KVDiskManager(config, 64, world_size=1, blocks_per_chunk=1)
-    worker = SimulatedWorker(SimulatedDisk(), np.zeros((64, 64), np.uint8), config)
-    manager.attach(worker.take_opened())
-    keys = [make_offload_key(b"block %d" % number, 0) for number in range(4)]
+    rig = Simulated()
+    manager, keys = rig.manager, keys_of(range(4))
     first, other = ReqContext("first"), ReqContext("other")
-    stored = manager.prepare_store(keys, first)
-    assert stored is not None
-    worker.submit(stored.store_spec.transfer)
-    manager.apply([worker.poll()])
+    rig.store(range(4))
     assert manager.lookup(keys[0], first) is LookupResult.HIT
     load = manager.prepare_load(keys, first)
     statuses = np.array([RowStatus.OK, RowStatus.OK, RowStatus.TIMED_OUT, RowStatus.TIMED_OUT])
@@ -102,3 +146,112 @@ def test_a_request_waits_for_one_failed_load_only() -> None:
     assert manager.lookup(keys[0], other) is LookupResult.HIT
     manager.on_request_finished(first)
     assert manager.lookup(keys[3], first) is LookupResult.HIT
+
+
+class TestEvents:
+    """A router is told of every chunk that the disk gains or loses: once, and in that order."""
+
+    def test_of_what_is_stored_evicted_and_stored_again(self) -> None:
+        rig = Simulated(events=True)
+        rig.store(range(200))
+        rig.store(range(200))  # there already
+        assert rig.events() == [(False, set(keys_of(range(200))))]
+        rig.store(range(200, 300))
+        (_, gone), (_, come) = sorted(rig.events(), reverse=True)
+        assert come == set(keys_of(range(200, 300)))
+        assert len(gone) == 300 - 253
+        assert gone < set(keys_of(range(200)))
+        again = [number for number in range(200) if keys_of([number])[0] in gone]
+        rig.store(again)
+        assert (False, gone) in rig.events()
+
+    def test_of_a_damaged_block_once(self) -> None:
+        rig = Simulated(events=True)
+        rig.disk.faults.bit_flip = 1.0
+        rig.store(range(4))
+        assert rig.events() == [(False, set(keys_of(range(4))))]
+        rig.load([0, 1])
+        assert rig.events() == [(True, set(keys_of([0, 1])))]
+        rig.poll()
+        assert rig.events() == []
+
+    def test_not_of_a_store_that_failed(self) -> None:
+        rig = Simulated(events=True)
+        rig.disk.faults.store_error = 1.0
+        rig.store(range(4))
+        assert rig.events() == []
+
+    def test_of_all_when_everything_is_cleared(self) -> None:
+        rig = Simulated(events=True)
+        rig.store(range(4))
+        rig.manager.reset_cache()
+        assert rig.events() == [(False, set(keys_of(range(4)))), (True, set(keys_of(range(4))))]
+
+    def test_a_chunk_is_gone_with_its_first_block(self) -> None:
+        rig = Simulated(events=True, blocks_per_chunk=2)
+        rig.store(range(100))
+        assert rig.events() == [(False, set(keys_of(range(100))))]
+        rig.store(range(100, 150))
+        ((_, gone), (_, come)) = sorted(rig.events(), reverse=True)
+        assert come == set(keys_of(range(100, 150)))
+        assert all(rig.manager.lookup(key, rig.request) is LookupResult.MISS for key in gone)
+        left = set(keys_of(range(150))) - gone
+        assert all(rig.manager.lookup(key, rig.request) is LookupResult.HIT for key in left)
+
+    def test_not_of_what_an_earlier_run_left(self) -> None:
+        disk = SimulatedDisk()
+        Simulated(disk).store(range(200))
+        rig = Simulated(disk, events=True)
+        rig.store(range(200, 400))
+        assert rig.events() == [(False, set(keys_of(range(200, 400))))]
+
+    def test_nothing_is_kept_unless_wanted(self) -> None:
+        rig = Simulated()
+        rig.store(range(4))
+        rig.manager.reset_cache()
+        assert rig.events() == []
+
+    def test_also_below_the_ram_tier(self, tmp_path: Path) -> None:
+        ram = np.random.default_rng(1).integers(0, 256, (300, 4096), np.uint8)
+        tier = KVDiskTier(
+            described_engine(kv_events=True),
+            ram.data,
+            "KVDiskTier",
+            enable_kv_events=True,
+            path=str(tmp_path),
+            capacity="1MiB",
+            ring="1MiB",
+        )
+        try:
+            request, told = ReqContext("one"), set[OffloadKey]()
+            for first in range(0, 300, 50):
+                numbers = range(first, first + 50)
+                chunks = np.array(numbers)
+                tier.submit_store(TransferJob(first, keys_of(numbers), chunks, False, request))
+                while not (finished := list(tier.get_finished_jobs())):
+                    tier._tier.wait(1.0)
+                assert [each.success for each in finished] == [True]
+                for event in tier.take_events():
+                    assert event.removed == (set(event.keys) <= told)
+                    told ^= set(event.keys)
+            hit = [key for key in keys_of(range(300)) if tier.lookup(key, request).name == "HIT"]
+            assert told == set(hit)
+            assert 0 < len(told) < 300
+        finally:
+            tier.shutdown()
+
+
+def described_engine(*, kv_events: bool) -> Any:
+    """What ``KVDiskTier`` reads of vLLM's description of an engine."""
+    return SimpleNamespace(
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=kv_events),
+        config=SimpleNamespace(
+            kv_cache_layout="LBHNC",
+            groups=[SimpleNamespace(tokens_per_block=32, layer_names=["0"])],
+            cache=SimpleNamespace(tokens_per_hash=32, blocks_per_chunk=1),
+            model=SimpleNamespace(name="model", dtype="float32"),
+            parallel=SimpleNamespace(
+                world_size=1, data_parallel_index=0, data_parallel_size=1, tp_size=1, pp_size=1
+            ),
+        ),
+    )
