@@ -69,7 +69,6 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
         self._recompute: set[str] = set()  # requests that have had a load fail
         self._told = TierCounters(block_bytes=self.scheduler.counters.block_bytes)
         self._clears: list[Clear] = []  # not yet sent
-        self._clear_ids: list[int] = []  # perhaps not yet durable
 
     # --- the ranks
 
@@ -154,13 +153,11 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
         return self._events.take()
 
     def reset_cache(self) -> None:
-        message = self.scheduler.clear()
-        self._clears.append(message)
-        self._clear_ids = [each for each in self._clear_ids if not self.scheduler.cleared(each)]
-        self._clear_ids.append(message.id)
+        self._clears.append(self.scheduler.clear())
 
     def has_pending_work(self) -> bool:
-        return any(not self.scheduler.cleared(clear_id) for clear_id in self._clear_ids)
+        """Whether the engine must step without requests: to send a clear, not to wait for it."""
+        return bool(self._clears)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         now = self.scheduler.counters.copy()

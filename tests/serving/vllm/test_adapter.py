@@ -148,6 +148,21 @@ def test_a_request_waits_for_one_failed_load_only() -> None:
     assert manager.lookup(keys[3], first) is LookupResult.HIT
 
 
+def test_an_idle_engine_steps_to_send_a_clear_and_not_to_wait_for_it() -> None:
+    rig = Simulated()
+    rig.store(range(4))
+    assert not rig.manager.has_pending_work()
+    rig.manager.reset_cache()
+    assert rig.manager.has_pending_work()
+    (message,) = rig.manager.take_clears()
+    assert not rig.manager.has_pending_work()
+    assert rig.manager.lookup(keys_of([0])[0], rig.request) is LookupResult.MISS
+    rig.worker.clear(message)
+    rig.poll()
+    rig.store(range(4))
+    assert rig.manager.lookup(keys_of([0])[0], rig.request) is LookupResult.HIT
+
+
 class TestEvents:
     """A router is told of every chunk that the disk gains or loses: once, and in that order."""
 
