@@ -128,6 +128,7 @@ class KVDiskConnector(OffloadingConnector):  # type: ignore[misc]
         self.connector_scheduler = None
         self.connector_worker = None
         self._manager: KVDiskManager | None = None
+        self._opened: RankOpened | None = None
         if role == KVConnectorRole.SCHEDULER:
             self.connector_scheduler = OffloadingConnectorScheduler(
                 spec, vllm_config, kv_cache_config
@@ -146,14 +147,15 @@ class KVDiskConnector(OffloadingConnector):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
         assert self.connector_worker is not None
-        opened = self.connector_worker.worker.opened
-        recovered = len(opened.restored_slots)
-        logger.info("rank %d: %s", opened.rank, opening_line(opened.facts, recovered))
+        self._opened = self.connector_worker.worker.take_opened()
+        recovered = len(self._opened.restored_slots)
+        logger.info("rank %d: %s", self._opened.rank, opening_line(self._opened.facts, recovered))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        if self.connector_worker is None:
+        if self._opened is None:
             return None
-        return KVDiskHandshake(self.connector_worker.worker.opened)
+        opened, self._opened = self._opened, None  # it may be large, and is needed once
+        return KVDiskHandshake(opened)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]

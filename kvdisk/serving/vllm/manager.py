@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -30,7 +31,13 @@ from kvdisk import RowStatus, TierConfig, TierScheduler
 from kvdisk.messages import Clear, RankOpened, RankReport, Transfer
 from kvdisk.metrics import TierCounters
 from kvdisk.serving.vllm.events import ChunkEvents
+from kvdisk.serving.vllm.failsafe import Failsafe, failsafe
 from kvdisk.serving.vllm.metrics import counters_since
+from kvdisk.transfer import Direction
+
+_NOTHING: Final = Transfer(
+    0, Direction.LOAD, [], np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.intp)
+)
 
 
 @dataclass
@@ -47,7 +54,7 @@ class KVDiskLoadStoreSpec(LoadStoreSpec):  # type: ignore[misc]
     group_ids: list[int]
 
 
-class KVDiskManager(OffloadingManager):  # type: ignore[misc]
+class KVDiskManager(Failsafe, OffloadingManager):  # type: ignore[misc]
     """``scheduler`` owns the slots; what the ranks report comes in through ``apply``."""
 
     def __init__(
@@ -78,6 +85,7 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
             self.reset_cache()
         return complete
 
+    @failsafe(lambda self, reports: None)
     def apply(self, reports: Iterable[RankReport]) -> None:
         for report in reports:
             self.scheduler.apply(report)
@@ -102,6 +110,7 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
 
     # --- vLLM's questions
 
+    @failsafe(lambda self, key, req_context: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if req_context.req_id in self._recompute:
             return LookupResult.MISS  # it has waited once: what it still lacks is computed
@@ -111,12 +120,14 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         return CacheHitSource.DISK
 
+    @failsafe(lambda self, keys, req_context: self._spec(_NOTHING, list(keys)))
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         rows = self._rows(keys)
         transfer = self.scheduler.load(rows, [0] * len(rows))
         self._loads[transfer.id] = req_context.req_id
         return self._spec(transfer, list(keys))
 
+    @failsafe(lambda self, keys, req_context: self._store_nothing())
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
@@ -126,7 +137,7 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
         if not len(transfer):
             # All there already, no room, or the disk sits out: vLLM shall go on, and not come back.
             self.apply(())
-            return PrepareStoreOutput([], KVDiskLoadStoreSpec(transfer, 0, []), [])
+            return self._store_nothing()
         per_chunk = self._blocks_per_chunk
         chunk_of_row, row_of_chunk = np.divmod(transfer.positions, per_chunk)
         kept = np.unique(chunk_of_row)
@@ -137,6 +148,7 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
             chunks, self._spec(replace(transfer, positions=positions), chunks), []
         )
 
+    @failsafe(lambda self, keys, req_context: None)
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.scheduler.touch(self._rows(keys))
 
@@ -148,6 +160,7 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
         # What still loads for it tells nothing any more.
         self._loads = {k: v for k, v in self._loads.items() if v != req_context.req_id}
 
+    @failsafe(lambda self: self._events.take())
     def take_events(self) -> Iterable[OffloadingEvent]:
         self._tell_removed()
         return self._events.take()
@@ -159,6 +172,7 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
         """Whether the engine must step without requests: to send a clear, not to wait for it."""
         return bool(self._clears)
 
+    @failsafe(lambda self: None)
     def get_stats(self) -> OffloadingConnectorStats | None:
         now = self.scheduler.counters.copy()
         stats = counters_since(self._told, now, self.scheduler.counts())
@@ -178,6 +192,9 @@ class KVDiskManager(OffloadingManager):  # type: ignore[misc]
             return list(keys)
         numbers = [b"/%d" % number for number in range(self._blocks_per_chunk)]
         return [bytes(key) + number for key in keys for number in numbers]
+
+    def _store_nothing(self) -> PrepareStoreOutput:
+        return PrepareStoreOutput([], KVDiskLoadStoreSpec(_NOTHING, 0, []), [])
 
     def _spec(self, transfer: Transfer, keys: list[OffloadKey]) -> KVDiskLoadStoreSpec:
         groups = [int.from_bytes(key[-4:], "big") for key in keys]

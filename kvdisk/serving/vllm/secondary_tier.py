@@ -36,6 +36,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvdisk import DiskTier, Identity, Layout, RowStatus, TierConfig
 from kvdisk.metrics import TierCounters
 from kvdisk.serving.vllm.events import ChunkEvents
+from kvdisk.serving.vllm.failsafe import Failsafe, failsafe
 from kvdisk.serving.vllm.identity import (
     UNKNOWN_WEIGHTS,
     identity_of,
@@ -69,7 +70,7 @@ class KVDiskTieringConnector(OffloadingConnector):  # type: ignore[misc]
             _engine_config.clear()
 
 
-class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]
+class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
     """``options`` are ``TierConfig``'s, ``weights`` and ``identity``; see docs/vllm.md."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -101,39 +102,51 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]
         logger.info("%s", opening_line(health.facts, self._tier.stats().counters.restored))
         self._jobs: dict[int, tuple[TransferJob, bool]] = {}  # by our transfer; whether a load
         self._finished: list[JobResult] = []
+        self._waited: dict[str, bool] = {}  # by request: whether it has waited in vain
         self._told = TierCounters(block_bytes=layout.block_bytes)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         return metric_definitions()
 
+    @failsafe(lambda self, key, req_context: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if self._waited.get(req_context.req_id):
+            return LookupResult.MISS  # what it still lacks is computed
         return LookupResult.HIT if self._tier.contains([key]) else LookupResult.MISS
 
+    @failsafe(lambda self, job_metadata: self._fail(job_metadata))
     def submit_store(self, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
         transfer_id = self._tier.store(keys, np.asarray(job_metadata.chunk_ids))
         self._jobs[transfer_id] = (job_metadata, False)
 
+    @failsafe(lambda self, job_metadata: self._fail(job_metadata))
     def submit_load(self, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
         transfer_id = self._tier.load(keys, np.asarray(job_metadata.chunk_ids))
         self._jobs[transfer_id] = (job_metadata, True)
 
+    @failsafe(lambda self: self._take_finished())
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._poll()
-        finished, self._finished = self._finished, []
-        return finished
+        return self._take_finished()
 
+    @failsafe(lambda self: self._events.take())
     def take_events(self) -> Iterable[OffloadingEvent]:
         self._tell_removed()
         return self._events.take()
 
+    @failsafe(lambda self, keys, req_context: None)
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._tier.touch(list(keys))
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._waited[req_context.req_id] = False
         return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._waited.pop(req_context.req_id, None)
 
     def drain_jobs(self) -> None:
         """Called when vLLM resets its cache, as after an update of the weights: so forget all.
@@ -142,11 +155,9 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]
         """
         if not self._tier.clear():
             logger.error("kvdisk: the disk does not take the reset; it is tried on until it does.")
-        until = time.monotonic() + self._drain_limit_s
-        while self._jobs and time.monotonic() < until:
-            self._tier.wait(1.0)
-            self._poll()
+        self._wait_for_jobs()
 
+    @failsafe(lambda self: None)
     def get_stats(self) -> OffloadingConnectorStats | None:
         stats = self._tier.stats()
         changed = counters_since(self._told, stats.counters, stats.slots)
@@ -157,6 +168,27 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]
         self._tier.close()
 
     # --- steps of the above
+
+    @failsafe(lambda self: None)
+    def _wait_for_jobs(self) -> None:
+        until = time.monotonic() + self._drain_limit_s
+        while self._jobs and time.monotonic() < until:
+            self._tier.wait(1.0)
+            self._poll()
+
+    def _take_finished(self) -> list[JobResult]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _fail(self, job: TransferJob) -> None:
+        self._finished.append(JobResult(job_id=job.job_id, success=False))
+
+    def _break_down(self) -> None:
+        """Nothing is copied any more when the jobs end, since vLLM then reuses their rows."""
+        self._tier.close()
+        for job, _ in self._jobs.values():
+            self._fail(job)
+        self._jobs.clear()
 
     def _poll(self) -> None:
         finished = self._tier.poll().finished
@@ -169,6 +201,8 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]
                 self._events.stored(key for key, ok in zip(keys, good.tolist(), strict=True) if ok)
                 good |= result.statuses == RowStatus.BUSY  # another store of it is under way
             moved = [key for key, ok in zip(keys, good.tolist(), strict=True) if ok]
+            if is_load and len(moved) < len(keys) and job.req_context.req_id in self._waited:
+                self._waited[job.req_context.req_id] = True
             self._finished.append(
                 JobResult(
                     job_id=job.job_id,
@@ -229,7 +263,7 @@ def _settings(
         model=config.model.name,
         weights=weights or weights_of_path(config.model.name) or UNKNOWN_WEIGHTS,
         dtype=config.model.dtype,
-        block_tokens=config.groups[0].tokens_per_block,
+        block_tokens=config.cache.tokens_per_hash,
         layout=fields,
         key_hash="vLLM's",
         parallel={

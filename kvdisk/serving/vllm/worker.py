@@ -24,7 +24,8 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvdisk import ConfigError, Identity, Layout, RowStatus, TierConfig, TierWorker
-from kvdisk.messages import Clear, RankReport
+from kvdisk.messages import Clear, PathState, RankOpened, RankReport, RankResult
+from kvdisk.serving.vllm.failsafe import Failsafe, failsafe, logger
 from kvdisk.serving.vllm.manager import KVDiskLoadStoreSpec
 
 _NO_BLOCK: Final = -1
@@ -43,10 +44,9 @@ class _Job:
     began_s: float
     event: Any = None
     source_free: bool = False
-    finished: bool = False
 
 
-class KVDiskWorker(OffloadingWorker):  # type: ignore[misc]
+class KVDiskWorker(Failsafe, OffloadingWorker):  # type: ignore[misc]
     """``tier_worker`` is this rank's half of the tier; ``take_reports`` is for the scheduler."""
 
     def __init__(
@@ -77,7 +77,7 @@ class KVDiskWorker(OffloadingWorker):  # type: ignore[misc]
         self.tier_worker = TierWorker.open(
             layout, identity, config, rank=rank, world_size=world_size, block_bytes=block_bytes
         )
-        self.opened = self.tier_worker.take_opened()
+        self._opened = self.tier_worker.take_opened()
         self._jobs: dict[int, _Job] = {}  # by our transfer's id
         self._transfers: dict[int, int] = {}  # by vLLM's job id
         self._reports: list[RankReport] = []
@@ -86,12 +86,22 @@ class KVDiskWorker(OffloadingWorker):  # type: ignore[misc]
 
     # --- vLLM's calls
 
+    @failsafe(
+        lambda self, job_id, src_spec, dst_spec: self._refuse(
+            job_id, src_spec, dst_spec, is_load=False
+        )
+    )
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KVDiskLoadStoreSpec
     ) -> bool:
         event = self._record_event()
         return self._submit(job_id, src_spec, dst_spec, is_load=False, event=event)
 
+    @failsafe(
+        lambda self, job_id, src_spec, dst_spec, expedited=False: self._refuse(
+            job_id, dst_spec, src_spec, is_load=True
+        )
+    )
     def submit_load(
         self,
         job_id: int,
@@ -101,24 +111,19 @@ class KVDiskWorker(OffloadingWorker):  # type: ignore[misc]
     ) -> bool:
         return self._submit(job_id, dst_spec, src_spec, is_load=True, event=None)
 
+    @failsafe(lambda self: self._take_ended())
     def get_finished(self) -> list[TransferResult]:
         """Always success: what failed is in ``take_failed``, because vLLM asserts success here."""
         self._poll()
-        ended, self._ended = self._ended, []
-        return ended
+        return self._take_ended()
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Until the blocks of these jobs may be reused. Stores not yet begun are given up."""
-        wanted = [self._transfers[job_id] for job_id in job_ids if job_id in self._transfers]
-        for transfer_id in wanted:
-            self.tier_worker.cancel_waiting(transfer_id)
-        until = time.monotonic() + self._flush_limit_s
-        while any(self._holds_blocks(transfer_id) for transfer_id in wanted):
-            left = until - time.monotonic()
-            if left <= 0:
-                raise TimeoutError("kvdisk: a copy from GPU memory did not end")
-            self.tier_worker.wait(left)
-            self._poll()
+        """Until the blocks of these jobs may be reused. Stores not yet begun are given up.
+
+        Raises TimeoutError when a copy hangs in the device: then no block is safe.
+        """
+        if not self._flush(job_ids):
+            raise TimeoutError("kvdisk: a copy from or to GPU memory did not end")
 
     def shutdown(self) -> None:
         self.tier_worker.close()
@@ -127,7 +132,15 @@ class KVDiskWorker(OffloadingWorker):  # type: ignore[misc]
 
     def clear(self, clears: Iterable[Clear]) -> None:
         for message in clears:
-            self.tier_worker.clear(message)
+            if self.broken:
+                logger.error("kvdisk: the reset cannot be made durable: remove the cache by hand")
+            else:
+                self.tier_worker.clear(message)
+
+    def take_opened(self) -> RankOpened:
+        """The first message to the scheduler; what was restored is in it once."""
+        opened, self._opened = self._opened, self._opened.without_restored()
+        return opened
 
     def take_reports(self) -> list[RankReport]:
         """What the scheduler has to know."""
@@ -140,6 +153,20 @@ class KVDiskWorker(OffloadingWorker):  # type: ignore[misc]
         return failed
 
     # --- steps of the above
+
+    @failsafe(lambda self, job_ids: True)
+    def _flush(self, job_ids: Iterable[int]) -> bool:
+        wanted = [self._transfers[job_id] for job_id in job_ids if job_id in self._transfers]
+        for transfer_id in wanted:
+            self.tier_worker.cancel_waiting(transfer_id)
+        until = time.monotonic() + self._flush_limit_s
+        while any(self._holds_blocks(transfer_id) for transfer_id in wanted):
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            self.tier_worker.wait(left)
+            self._poll()
+        return True
 
     def _submit(
         self,
@@ -213,7 +240,41 @@ class KVDiskWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _holds_blocks(self, transfer_id: int) -> bool:
         job = self._jobs.get(transfer_id)
-        return job is not None and not (job.finished if job.is_load else job.source_free)
+        return job is not None and (job.is_load or not job.source_free)
+
+    def _take_ended(self) -> list[TransferResult]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _break_down(self) -> None:
+        """Nothing is copied any more when the jobs end, since vLLM then reuses their blocks."""
+        self.tier_worker.close()
+        away = PathState(loads=False, stores=False, reason="an error of kvdisk's, see the log")
+        paths = (away,) * len(self._opened.paths)
+        self._reports.append(RankReport(self._opened.rank, paths=paths))
+        for transfer_id in list(self._jobs):
+            self._give_up(transfer_id)
+
+    def _refuse(
+        self, job_id: int, gpu: GPULoadStoreSpec, disk: KVDiskLoadStoreSpec, *, is_load: bool
+    ) -> bool:
+        """A job that is submitted to a broken worker, or broke it."""
+        if not any(ended.job_id == job_id for ended in self._ended):
+            blocks = np.asarray(gpu.block_ids, dtype=np.int64)
+            moves = np.full(len(disk.transfer), _NO_BLOCK, dtype=np.int64)
+            job = _Job(job_id, is_load, blocks, moves, self._block_bytes, time.monotonic())
+            self._jobs[disk.transfer.id] = job
+            self._give_up(disk.transfer.id)
+        return True
+
+    def _give_up(self, transfer_id: int) -> None:
+        job = self._jobs[transfer_id]
+        rows = len(job.moves)
+        statuses = np.full(rows, RowStatus.TIMED_OUT, dtype=np.uint8)
+        result = RankResult(transfer_id, statuses, np.zeros(rows, np.int32), np.zeros(rows, bool))
+        free = [] if job.is_load else [transfer_id]
+        self._reports.append(RankReport(self._opened.rank, free, [result]))
+        self._end(transfer_id, statuses)
 
     def _poll(self) -> None:
         report = self.tier_worker.poll()

@@ -1,0 +1,191 @@
+"""``KVDiskTier`` by itself, on real files: what of it vLLM's own tests cannot say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
+
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+
+from kvdisk.serving.vllm.secondary_tier import KVDiskTier
+from kvdisk.testing import Faults, SimulatedDisk, simulated_config, simulated_tier
+
+ROW_BYTES = 4096
+REQUEST = ReqContext("request")
+
+
+def key(number: int) -> Any:
+    return make_offload_key(number.to_bytes(32, "big"), 0)
+
+
+def broken(*_: object, **__: object) -> Any:
+    raise KeyError("planted")
+
+
+@dataclass
+class Rig:
+    """A tier below a RAM tier of 16 rows, whose chunk of a number lies in the row of it."""
+
+    tier: KVDiskTier
+    rows: npt.NDArray[np.uint8]
+    jobs: int = 0
+
+    def store(self, *numbers: int) -> int:
+        self.tier.submit_store(self._job(numbers, is_load=False))
+        return self.jobs
+
+    def load(self, *numbers: int) -> int:
+        self.tier.submit_load(self._job(numbers, is_load=True))
+        return self.jobs
+
+    def finished(self) -> list[JobResult]:
+        self.tier._wait_for_jobs()
+        return list(self.tier.get_finished_jobs())
+
+    def hits(self, *numbers: int, request: ReqContext = REQUEST) -> list[bool]:
+        found = [self.tier.lookup(key(number), request) for number in numbers]
+        return [each is LookupResult.HIT for each in found]
+
+    def _job(self, numbers: tuple[int, ...], *, is_load: bool) -> TransferJob:
+        self.jobs += 1
+        keys = [key(number) for number in numbers]
+        return TransferJob(self.jobs, keys, np.array(numbers), is_load, REQUEST)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    parallel = SimpleNamespace(
+        world_size=1, tp_size=1, pp_size=1, data_parallel_index=0, data_parallel_size=1
+    )
+    config = SimpleNamespace(
+        groups=(),
+        kv_cache_layout="LBHNC",
+        cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1),
+        model=SimpleNamespace(name="model", dtype="float32"),
+        parallel=parallel,
+    )
+    spec = SimpleNamespace(
+        config=config, kv_events_config=SimpleNamespace(enable_kv_cache_events=True)
+    )
+    rows = np.random.default_rng(1).integers(0, 256, (16, ROW_BYTES), dtype=np.uint8)
+    tier = KVDiskTier(
+        spec,
+        rows.data,
+        "KVDiskTier",
+        enable_kv_events=True,
+        identity="test",
+        path=str(tmp_path),
+        capacity="4MiB",
+        ring="1MiB",
+    )
+    yield Rig(tier, rows)
+    tier.shutdown()
+
+
+def flip(root: Path, block: bytes) -> None:
+    """Changes a byte of ``block`` where it is stored."""
+    (file,) = root.glob("*/rank-0-of-1.kv")
+    content = bytearray(file.read_bytes())
+    at = content.index(block)
+    with file.open("r+b") as stored:
+        stored.seek(at + 100)
+        stored.write(bytes([content[at + 100] ^ 1]))
+
+
+class TestDamage:
+    @pytest.mark.parametrize("bad", [0, 2])
+    def test_what_was_loaded_is_named_and_the_rest_is_no_hit_any_more(
+        self, rig: Rig, tmp_path: Path, bad: int
+    ) -> None:
+        """Else the same load is tried for ever."""
+        before = rig.rows.copy()
+        rig.store(0, 1, 2)
+        assert [each.success for each in rig.finished()] == [True]
+        flip(tmp_path, before[bad].tobytes())
+        rig.rows[:] = 0
+        rig.load(0, 1, 2)
+        (result,) = rig.finished()
+        good = [number for number in range(3) if number != bad]
+        assert not result.success
+        assert result.successful_keys == [key(number) for number in good]
+        assert (rig.rows[good] == before[good]).all()
+        assert rig.hits(0, 1, 2) == [number != bad for number in range(3)]
+        assert rig.hits(bad, request=ReqContext("fresh")) == [False]
+        rig.store(bad)
+        assert rig.finished()[0].success
+        assert rig.hits(bad) == [True]
+
+    def test_events_name_what_is_stored_and_nothing_else(self, rig: Rig) -> None:
+        disk = SimulatedDisk()
+        rig.tier._tier.close()
+        rig.tier._tier = simulated_tier(disk, rig.rows, simulated_config(64, ROW_BYTES))
+        rig.store(0)
+        disk.faults = Faults()
+        assert rig.finished()[0].success
+        disk.faults = Faults(store_error=1.0)
+        rig.store(1)
+        assert not rig.finished()[0].success
+        assert [event.keys for event in rig.tier.take_events()] == [[key(0)]]
+
+    def test_a22_a_request_waits_in_vain_once(self, rig: Rig) -> None:
+        """A block that does not come in time stays on the disk, but this request computes it."""
+        disk = SimulatedDisk()
+        rig.tier._tier.close()
+        rig.tier._tier = simulated_tier(disk, rig.rows, simulated_config(64, ROW_BYTES))
+        rig.tier.on_new_request(REQUEST)
+        rig.store(0)
+        assert rig.finished()[0].success
+        disk.faults = Faults(timeout=1.0)
+        rig.load(0)
+        assert not rig.finished()[0].success
+        assert rig.hits(0) == [False]
+        assert rig.hits(0, request=ReqContext("other")) == [True]
+        rig.tier.on_request_finished(REQUEST)
+        assert rig.hits(0) == [True]
+        rig.load(0)  # ends after its request: nothing is left over
+        rig.finished()
+        assert not rig.tier._waited
+
+
+class TestReset:
+    def test_nothing_of_before_is_served_and_jobs_under_way_end(self, rig: Rig) -> None:
+        rig.store(0)
+        assert rig.finished()[0].success
+        job, late = rig.store(1), rig.load(0)
+        rig.tier.drain_jobs()
+        assert {each.job_id for each in rig.tier.get_finished_jobs()} == {job, late}
+        assert rig.hits(0, 1) == [False, False]
+        rig.store(2)
+        assert rig.finished()[0].success
+        assert rig.hits(2) == [True]
+
+
+class TestFailsafe:
+    @pytest.mark.parametrize("call", ["contains", "store", "load", "poll", "stats"])
+    def test_an_exception_turns_everything_into_misses(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch, call: str
+    ) -> None:
+        rig.store(0, 1)
+        assert rig.finished()[0].success
+        jobs = [rig.load(0)]
+        monkeypatch.setattr(rig.tier._tier, call, broken)
+        rig.hits(1)
+        jobs += [rig.store(2), rig.load(1)]
+        rig.tier.get_stats()
+        finished = rig.finished() + rig.finished()
+        assert sorted(each.job_id for each in finished) == jobs, "each once"
+        monkeypatch.undo()
+        assert rig.hits(0, 1) == [False, False]
+        job = rig.load(0)
+        assert [(each.job_id, each.success) for each in rig.finished()] == [(job, False)]
+        rig.tier.touch([key(0)], REQUEST)
