@@ -22,6 +22,7 @@ class Background(Generic[Result]):
         self._wake_fd = wake_fd
         self._lock = threading.Lock()
         self._busy = False
+        self._abandoned = False
         self._ended: list[Result | BaseException] = []
 
     @property
@@ -29,9 +30,16 @@ class Background(Generic[Result]):
         """Something is under way, or its outcome has not been taken."""
         return self._busy
 
-    def start(self, work: Callable[[], Result], name: str) -> None:
+    def start(
+        self,
+        work: Callable[[], Result],
+        name: str,
+        if_abandoned: Callable[[Result | BaseException], None] | None = None,
+    ) -> None:
+        """``if_abandoned`` gets the outcome, on the same thread, when nobody will take it."""
         assert not self._busy, "one piece of work at a time"
-        threading.Thread(target=self._run, args=(work,), name=name, daemon=True).start()
+        run = threading.Thread(target=self._run, args=(work, if_abandoned), name=name, daemon=True)
+        run.start()
         self._busy = True
 
     def take(self) -> Result | BaseException | None:
@@ -43,17 +51,25 @@ class Background(Generic[Result]):
         self._busy = False
         return outcome
 
-    def abandon(self) -> None:
-        """Nobody will take the outcome: do not touch ``wake_fd`` any more."""
+    def abandon(self) -> Result | BaseException | None:
+        """What has ended, as ``take``; nobody will take what has not, nor look at ``wake_fd``."""
         with self._lock:
-            self._wake_fd = -1
+            self._abandoned = True
+        return self.take()
 
-    def _run(self, work: Callable[[], Result]) -> None:
+    def _run(
+        self,
+        work: Callable[[], Result],
+        if_abandoned: Callable[[Result | BaseException], None] | None,
+    ) -> None:
         try:
             outcome: Result | BaseException = work()
         except BaseException as error:  # handed over, not swallowed
             outcome = error
         with self._lock:
-            self._ended.append(outcome)
-            if self._wake_fd >= 0:
+            if not self._abandoned:
+                self._ended.append(outcome)
                 os.eventfd_write(self._wake_fd, 1)
+                return
+        if if_abandoned is not None:
+            if_abandoned(outcome)

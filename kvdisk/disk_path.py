@@ -257,10 +257,11 @@ class DiskPath:
         Returns how many I/Os a hanging disk forced to abandon.
         """
         self._closing = True
-        self._background.abandon()
-        ended = self._background.take()
+        ended = self._background.abandon()
         if isinstance(ended, _Cleared):  # it ended just now: the new engine is ours to close
             self._replace_engine(ended)
+        elif ended is not None:  # it failed: engine and file are ours again
+            self._clearing = False
         abandoned = 1
         if not self._clearing:  # else engine and file are in use by what hangs: left to it
             abandoned = self.engine.close(timeout_s)
@@ -322,16 +323,17 @@ class DiskPath:
                     time.sleep(_CLEAR_RETRY_S)
 
         def clear() -> _Cleared:
-            try:
-                until_done(partial(file.bump_epoch, number))
-                engine.close(_CLEAR_CLOSE_S)
-                return _Cleared(engine if self._closing else until_done(open_engine))
-            finally:
-                if self._closing:  # close() could not wait: what it left here ends here
-                    engine.close(0)
-                    file.close()
+            until_done(partial(file.bump_epoch, number))
+            engine.close(_CLEAR_CLOSE_S)
+            return _Cleared(engine if self._closing else until_done(open_engine))
 
-        self._background.start(clear, f"kvdisk-clear-{self.index}")
+        def end_all(outcome: object) -> None:  # close() could not wait, and left all of it here
+            engine.close(0)
+            if isinstance(outcome, _Cleared):
+                outcome.engine.close(0)
+            file.close()
+
+        self._background.start(clear, f"kvdisk-clear-{self.index}", end_all)
 
     def _replace_engine(self, outcome: _Cleared) -> None:
         last = self._note(self.engine.poll())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import select
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from kvdisk.errors import BusyError, ConfigError, DeviceError, KVDiskError
 from kvdisk.layout import Layout
 from kvdisk.metrics import MISS_REASONS, prometheus_collector
 from kvdisk.scheduler import TierScheduler
-from kvdisk.transfer import Direction, RowStatus
+from kvdisk.transfer import Direction, RowStatus, TransferEngine
 from kvdisk.worker import TierWorker
 from tests.tier.rig import PATIENCE_S, TierRig, identity, name, ok, tier_rig
 
@@ -129,6 +131,37 @@ def test_close_ends_what_is_under_way_and_refuses_what_comes_after(tmp_path: Pat
         rig.tier.store([b"x"], [0])
     with pytest.raises(KVDiskError, match="closed"):
         rig.tier.load([b"x"], [0])
+
+
+def test_close_during_a_clear_lets_go_of_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tier is closed while the clear's thread opens the engine anew."""
+    open_engine, slow = TransferEngine.open, threading.Event()
+    opening, go_on = threading.Event(), threading.Event()
+
+    def open_slowly(*arguments: Any, **options: Any) -> TransferEngine:
+        if slow.is_set():
+            opening.set()
+            assert go_on.wait(PATIENCE_S)
+        return open_engine(*arguments, **options)
+
+    monkeypatch.setattr(TransferEngine, "open", open_slowly)
+    rig = TierRig(tmp_path / "kv")
+    assert rig.store(KEYS) == ok(100)
+    slow.set()
+    assert not rig.tier.clear(timeout_s=0)
+    assert opening.wait(PATIENCE_S)
+    rig.close(0)
+    slow.clear()
+    go_on.set()
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        assert time.monotonic() < until, "the closed tier keeps its files"
+        with contextlib.suppress(BusyError), tier_rig(tmp_path / "kv") as again:
+            assert again.lookup(KEYS) == 0
+            break
+    assert rig.tier.closed  # it is still there, so nothing was left to garbage collection
 
 
 def test_second_touch_and_write_budget(tmp_path: Path) -> None:
