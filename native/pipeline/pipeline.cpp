@@ -62,10 +62,11 @@ std::int64_t Pipeline::step() {
     io::Completion completions[64];
     const std::size_t completed = backend_.reap(completions);
     for (std::size_t i = 0; i < completed; ++i) handle(completions[i], now);
-    expire_due(now);
-    wake_retries(now);
+    // Starting comes before ending: a store that may not wait is taken when there is a buffer.
     start_loads(now);
     start_stores(now);
+    expire_due(now);
+    wake_retries(now);
     issue(now);
     backend_.submit();
 

@@ -54,16 +54,19 @@ struct Fixture final : Clock {
     std::int64_t now_ns() const noexcept override { return disk.now_ns(); }
 
     // Block, slot and key have the same number; so has the content of a store.
-    Transfer& submit(Direction direction, std::uint64_t number, std::int64_t timeout_ns) {
+    Transfer& submit(Direction direction, std::uint64_t number, std::int64_t timeout_ns,
+                     std::int64_t start_by_ns = time_never) {
         if (direction == Direction::store) device.put(number, content(number));
-        return submit_row(direction, {number, number, make_key(number)}, timeout_ns);
+        return submit_row(direction, {number, number, make_key(number)}, timeout_ns, start_by_ns);
     }
 
-    Transfer& submit_row(Direction direction, const Row& row, std::int64_t timeout_ns) {
+    Transfer& submit_row(Direction direction, const Row& row, std::int64_t timeout_ns,
+                         std::int64_t start_by_ns = time_never) {
         Transfer& transfer = *transfers.emplace_back(std::make_unique<Transfer>());
         transfer.id = transfers.size();
         transfer.direction = direction;
         transfer.deadline_ns = now_ns() + timeout_ns;
+        transfer.start_by_ns = start_by_ns;
         transfer.rows = {row};
         pipeline->submit(&transfer);
         return transfer;
@@ -299,4 +302,23 @@ TEST_CASE("pipeline: between loads few stores are in flight, for the next load c
     fixture.disk.thaw();
     fixture.run(1'000'000'000);
     CHECK(fixture.pipeline->stats().rows_stored == 4);
+}
+
+TEST_CASE("pipeline: a store that may not wait is taken when there is a buffer") {
+    Fixture fixture;
+    fixture.disk.freeze();
+    const std::uint64_t taken = buffers - fixture.options.load_reserve;
+    std::vector<const Transfer*> stores;
+    for (std::uint64_t number = 0; number <= taken; ++number) {
+        stores.push_back(
+            &fixture.submit(Direction::store, number, 10'000'000'000, fixture.now_ns()));
+    }
+    fixture.run(1'000'000);
+    CHECK(stores.back()->results[0].status == RowStatus::refused);
+    fixture.disk.thaw();
+    fixture.run(1'000'000'000);
+    stores.pop_back();
+    for (const Transfer* const store : stores) {
+        CHECK(store->results[0].status == RowStatus::ok);
+    }
 }

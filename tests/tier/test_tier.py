@@ -164,6 +164,13 @@ def test_close_during_a_clear_lets_go_of_the_files(
     assert rig.tier.closed  # it is still there, so nothing was left to garbage collection
 
 
+def test_a_store_that_may_not_wait_is_taken_when_there_is_a_buffer(tmp_path: Path) -> None:
+    with tier_rig(tmp_path / "kv", store_wait="0ms") as rig:
+        for first in range(0, 100, 10):
+            assert rig.store(KEYS[first : first + 10]) == ok(10)
+        assert rig.load(KEYS) == ok(100)
+
+
 def test_second_touch_and_write_budget(tmp_path: Path) -> None:
     with tier_rig(tmp_path / "a", admission="second-touch") as rig:
         assert rig.store(KEYS) == [RowStatus.REFUSED] * 100
