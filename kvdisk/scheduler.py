@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdisk.agreement import keys_not_held, rows_of_all
+from kvdisk.clears import Clears
 from kvdisk.config import TierConfig
 from kvdisk.errors import ConfigError
 from kvdisk.key_index import ABSENT, KEY_BYTES_MAX, KeyBatch
@@ -75,8 +76,7 @@ class TierScheduler:
         self._up = {direction: np.ones(self.placement.path_count, bool) for direction in Direction}
         self._open = OpenTransfers(world_size)
         self._withheld: dict[int, list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]] = {}
-        self._clears: dict[int, Clear] = {}  # by id, not yet durable in every rank
-        self._rank_clears: dict[int, int] = {}  # the last one that each rank has made durable
+        self._clears = Clears()
         self._finished: list[TierResult] = []
         self._source_free: list[int] = []
         self._id_last = 0
@@ -102,7 +102,7 @@ class TierScheduler:
         if opened.rank in self._opened:
             raise ConfigError(f"rank {opened.rank} is here twice: use the engine's global rank.")
         self._opened[opened.rank] = opened
-        self._rank_clears[opened.rank] = opened.clears
+        self._clears.attach(opened.rank, opened.clears)
         self._set_paths(opened.rank, opened.paths)
         if self._joined_once:
             self._allocator.drop(keys_not_held(self._allocator.entries(), opened))
@@ -120,11 +120,11 @@ class TierScheduler:
 
     @property
     def needs_clear(self) -> bool:
-        """Ranks have not seen the same clears, so what they hold may differ under one key.
+        """Ranks have missed a clear, so what they hold may be older or differ under one key.
 
         Nothing is stored until ``clear`` has reached all of them.
         """
-        return len(set(self._rank_clears.values())) > 1
+        return self._clears.another_needed
 
     def detach(self, rank: int) -> None:
         """A worker's process has ended: until another is attached, nothing is read or stored."""
@@ -231,14 +231,11 @@ class TierScheduler:
         self._allocator.clear()
         self._open.void_all()
         self._id_last += 1
-        pending = [each.number for each in self._clears.values()]
-        number = 1 + max([*self._rank_clears.values(), *pending], default=0)
-        self._clears[self._id_last] = Clear(self._id_last, number)
-        return self._clears[self._id_last]
+        return self._clears.begin(self._id_last, all_there=len(self._opened) == self.world_size)
 
     def cleared(self, clear_id: int) -> bool:
         """Every rank has made that clear durable."""
-        return clear_id not in self._clears
+        return self._clears.durable(clear_id)
 
     # --- what came of it
 
@@ -256,11 +253,7 @@ class TierScheduler:
             self._apply_result(report.rank, result)
         for slot in report.released_slots:
             self._apply_release(report.rank, slot)
-        for clear_id in report.cleared:
-            if clear_id in self._clears:
-                self._rank_clears[report.rank] = self._clears[clear_id].number
-        durable = min(self._rank_clears.values(), default=0)
-        self._clears = {k: each for k, each in self._clears.items() if each.number > durable}
+        self._clears.take(report.rank, report.cleared)
 
     @property
     def has_news(self) -> bool:

@@ -12,6 +12,7 @@ import pickle
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -185,6 +186,60 @@ class TestToldByHand:
         assert not scheduler.cleared(cleared.id)
         scheduler.apply(RankReport(1, cleared=[cleared.id]))
         assert scheduler.cleared(cleared.id)
+
+    def test_a8_a_clear_that_ended_with_both_ranks_is_asked_for_again(
+        self, scheduler: TierScheduler
+    ) -> None:
+        lost = scheduler.clear()
+        for rank in (0, 1):
+            scheduler.detach(rank)
+        for rank in (0, 1):
+            scheduler.attach(_opened(scheduler, rank))
+        assert scheduler.needs_clear
+        assert not scheduler.ready
+        assert not scheduler.cleared(lost.id)
+        again = scheduler.clear()
+        assert scheduler.ready
+        for rank in (0, 1):
+            assert not scheduler.cleared(lost.id)
+            scheduler.apply(RankReport(rank, cleared=[again.id]))
+        assert scheduler.cleared(lost.id)
+        assert scheduler.cleared(again.id)
+
+    def test_a8_a_rank_that_ended_behind_its_clear_has_made_it_durable(
+        self, scheduler: TierScheduler
+    ) -> None:
+        message = scheduler.clear()
+        scheduler.apply(RankReport(0, cleared=[message.id]))
+        scheduler.detach(1)  # its files have seen the clear, but nobody was told
+        scheduler.attach(replace(_opened(scheduler, 1), clears=message.number))
+        assert scheduler.cleared(message.id)
+        assert scheduler.ready
+
+    def test_a8_a_clear_before_the_ranks_are_there_brings_nothing_back(
+        self, tmp_path: Path
+    ) -> None:
+        scheduler = TierScheduler(
+            config_of([tmp_path], 64, BLOCK_BYTES, ranks=2), BLOCK_BYTES, world_size=2
+        )
+        early = scheduler.clear()
+        keys = keys_of(range(4))
+        rows = np.zeros((4, 64), dtype=np.uint8)
+        rows[:, :16] = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(4, 16)
+        for rank in (0, 1):
+            opened = replace(
+                _opened(scheduler, rank),
+                restored_slots=np.arange(4),
+                restored_sequences=np.arange(4, dtype=np.uint64),
+                restored_keys=rows,
+                restored_key_lengths=np.full(4, 16, dtype=np.uint8),
+                clears=5,
+            )
+            scheduler.attach(opened)
+        assert scheduler.lookup(keys) == 0
+        assert scheduler.needs_clear
+        assert not scheduler.cleared(early.id)
+        assert scheduler.clear().number == 6
 
     def test_a_path_that_sits_out_in_one_rank_sits_out(self, scheduler: TierScheduler) -> None:
         keys = keys_of(range(4))

@@ -32,6 +32,7 @@ GROUPS = {
         "placement",
         "messages",
         "agreement",
+        "clears",
         "open_transfers",
         "disk_path",
         "path_health",
