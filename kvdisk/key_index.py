@@ -205,6 +205,7 @@ class KeyIndex:
         # The same memory as Python numbers, for one key at a time.
         self._tag_view = self._flat_tags.data
         self._slot_view = self._flat_slots.data
+        self._length_view = self._lengths.data
         self._key_view = self._words.reshape(-1).view(np.uint8).data
         self._overflow: dict[bytes, int] = {}
         self._version = 0
@@ -290,7 +291,7 @@ class KeyIndex:
                 if tags[way] == tag:
                     slot: int = self._slot_view[first + way]
                     start = slot * KEY_BYTES_MAX
-                    if self._lengths[slot] == len(key) and (
+                    if self._length_view[slot] == len(key) and (
                         self._key_view[start : start + len(key)] == key
                     ):
                         return slot

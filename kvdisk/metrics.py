@@ -103,7 +103,7 @@ class TierCounters:
         errors: npt.NDArray[np.int32],
     ) -> None:
         """A transfer's rows over all ranks."""
-        rows = {status: int(np.count_nonzero(statuses == status)) for status in RowStatus}
+        rows: list[int] = np.bincount(statuses, minlength=max(RowStatus) + 1).tolist()
         if direction is Direction.LOAD:
             self.blocks_loaded += rows[RowStatus.OK]
             for status, reason in _MISS_OF.items():

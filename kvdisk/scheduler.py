@@ -74,6 +74,7 @@ class TierScheduler:
         self._joined_once = False
         self._rank_paths: dict[int, tuple[PathState, ...]] = {}
         self._up = {direction: np.ones(self.placement.path_count, bool) for direction in Direction}
+        self._all_load = True  # no path sits out for loads
         self._open = OpenTransfers(world_size)
         self._withheld: dict[int, list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]] = {}
         self._clears = Clears()
@@ -147,7 +148,7 @@ class TierScheduler:
         Never waits. A key that is found may still miss at its load.
         """
         batch = _encode(keys)
-        if self._up[Direction.LOAD].all():
+        if self._all_load:
             found = self._allocator.lookup(batch)
         else:
             readable = self._readable(batch)
@@ -164,8 +165,10 @@ class TierScheduler:
 
     def contains(self, keys: Sequence[bytes]) -> bool:
         """Whether all of a few ``keys`` could be loaded now. Cheaper than ``lookup`` for one."""
-        if self._up[Direction.LOAD].all():
-            found = all(stored_key(key) in self._allocator for key in keys)
+        if self._all_load:
+            found = True
+            for key in keys:  # called for each key of every request: a generator would cost more
+                found = found and stored_key(key) in self._allocator
         else:
             found = bool(self._readable(_encode(keys)).all())
         self._counters.looked_up(len(keys), len(keys) if found else 0)
@@ -204,7 +207,7 @@ class TierScheduler:
         slots, tickets = self._allocator.pin(batch)
         present = slots != ABSENT
         self._counters.missed("absent", len(batch) - int(np.count_nonzero(present)))
-        if not self._up[Direction.LOAD].all():
+        if not self._all_load:
             out = present & ~self._up[Direction.LOAD][self.placement.path_of(slots)]
             statuses[out] = RowStatus.REFUSED
             self._counters.missed("unavailable", int(np.count_nonzero(out)))
@@ -318,7 +321,7 @@ class TierScheduler:
     def _readable(self, batch: KeyBatch) -> npt.NDArray[np.bool_]:
         slots = self._allocator.find(batch)
         present: npt.NDArray[np.bool_] = slots != ABSENT
-        if not self._up[Direction.LOAD].all():
+        if not self._all_load:
             present &= self._up[Direction.LOAD][self.placement.path_of(slots)]
         return present
 
@@ -416,10 +419,11 @@ class TierScheduler:
 
     def _end_load(self, opened: OpenTransfer) -> None:
         slots, tickets = opened.transfer.slots, opened.tickets
-        lasting = ~np.isin(opened.row_errors, list(TRANSIENT_ERRORS))
-        lost = np.isin(opened.row_statuses, (RowStatus.MISS, RowStatus.CORRUPT))
-        lost |= (opened.row_statuses == RowStatus.FAILED) & lasting
-        self._allocator.invalidate(slots[lost], tickets[lost])
+        if not (opened.row_statuses == RowStatus.OK).all():
+            lasting = ~np.isin(opened.row_errors, list(TRANSIENT_ERRORS))
+            lost = np.isin(opened.row_statuses, (RowStatus.MISS, RowStatus.CORRUPT))
+            lost |= (opened.row_statuses == RowStatus.FAILED) & lasting
+            self._allocator.invalidate(slots[lost], tickets[lost])
         ended = ~opened.held
         self._allocator.unpin(slots[ended], tickets[ended])
         if opened.void:
@@ -444,6 +448,7 @@ class TierScheduler:
         self._rank_paths[rank] = paths
         states = self.path_states()
         self._up[Direction.LOAD] = np.array([state.loads for state in states])
+        self._all_load = all(state.loads for state in states)
         self._up[Direction.STORE] = np.array([state.stores for state in states])
         for path in [path for path in self._withheld if states[path].stores]:
             for slots, tickets in self._withheld.pop(path):
