@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from kvdisk.background import Background
 from kvdisk.config import TierConfig
-from kvdisk.errors import KVDiskError
+from kvdisk.errors import DeviceError, KVDiskError
 from kvdisk.identity import Identity, open_namespace
 from kvdisk.layout import Layout
 from kvdisk.messages import Clear, PathState
@@ -35,6 +35,7 @@ from kvdisk.self_test import self_test
 from kvdisk.transfer import Direction, Events, RowStatus, TransferEngine, TransferResult
 
 _NS_PER_S: Final = 1_000_000_000
+_OPEN_ATTEMPTS: Final = 5
 _CLEAR_RETRY_S: Final = 1.0
 _CLEAR_CLOSE_S: Final = 2.0
 _IDS_PER_ENGINE: Final = 1 << 40
@@ -114,17 +115,24 @@ class DiskPath:
 
         Raises ConfigError, BusyError or DeviceError.
         """
-        directory = open_namespace(config.paths[index], identity)
-        file = RankFile.create_or_open(
-            directory,
-            rank,
-            world_size,
-            placement.slots_per_path,
-            placement.slot_bytes,
-            identity.rank_fingerprint(layout.fingerprint_fields()),
-            config.direct,
-            config.persist,
+        open_file = partial(
+            RankFile.create_or_open,
+            rank=rank,
+            world_size=world_size,
+            slot_count=placement.slots_per_path,
+            slot_bytes=placement.slot_bytes,
+            fingerprint=identity.rank_fingerprint(layout.fingerprint_fields()),
+            direct=config.direct,
+            persist=config.persist,
         )
+        for left in range(_OPEN_ATTEMPTS, 0, -1):
+            try:
+                directory = open_namespace(config.paths[index], identity)
+                file = open_file(directory)
+                break
+            except DeviceError as error:  # "kvdisk gc" may remove the directory as we open it
+                if error.errno != errno.ENOENT or left == 1:
+                    raise
         try:
             note = self_test(directory, file.mode, placement.slot_bytes, config)
             if note is not None:

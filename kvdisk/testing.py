@@ -319,7 +319,7 @@ def simulated_tier(disk: SimulatedDisk, blocks: Blocks, config: TierConfig) -> D
     scheduler = TierScheduler(config, blocks.shape[1])
     worker = SimulatedWorker(disk, blocks, config)
     scheduler.attach(worker.take_opened())
-    return DiskTier(scheduler, worker)
+    return DiskTier(scheduler, worker, len(blocks))
 
 
 def simulated_config(slots: int, block_bytes: int, **options: Any) -> TierConfig:

@@ -61,9 +61,10 @@ class TierHealth:
 class DiskTier:
     """Blocks of ``layout`` on disk. Not thread-safe: one thread calls it. Use ``open``."""
 
-    def __init__(self, scheduler: TierScheduler, worker: Worker) -> None:
+    def __init__(self, scheduler: TierScheduler, worker: Worker, block_count: int) -> None:
         self._scheduler = scheduler
         self._worker = worker
+        self._block_count = block_count
         self._closed = False
 
     @classmethod
@@ -97,7 +98,7 @@ class DiskTier:
             worker.close(0)
             raise
         _log.info("%s", opening_line(opened.facts, scheduler.counters.restored))
-        return cls(scheduler, worker)
+        return cls(scheduler, worker, layout.block_count)
 
     # --- what is there
 
@@ -135,10 +136,11 @@ class DiskTier:
         ``keys`` are of one sequence of tokens, its head first; ``prefix`` are the keys before them.
         Keys that are here already cost nothing. The blocks must stay unchanged until
         ``TierEvents.source_free`` names the id. ``event``: what to wait for before reading them, as
-        in ``TransferEngine.submit_store``. Raises KVDiskError on a closed tier.
+        in ``TransferEngine.submit_store``. Raises KVDiskError on a closed tier, and ValueError for
+        a block that there is not.
         """
         self._require_open()
-        transfer = self._scheduler.store(keys, block_ids, prefix=prefix)
+        transfer = self._scheduler.store(keys, self._blocks(block_ids), prefix=prefix)
         if len(transfer):
             self._worker.submit(transfer, event=event)
         return transfer.id
@@ -146,10 +148,10 @@ class DiskTier:
     def load(self, keys: Sequence[bytes], block_ids: npt.ArrayLike) -> int:
         """Load ``keys[i]`` into block ``block_ids[i]``; returns an id. Never waits.
 
-        A block whose status is not OK has undefined content. Raises KVDiskError on a closed tier.
+        A block whose status is not OK has undefined content. Raises as ``store``.
         """
         self._require_open()
-        transfer = self._scheduler.load(keys, block_ids)
+        transfer = self._scheduler.load(keys, self._blocks(block_ids))
         if len(transfer):
             self._worker.submit(transfer)
         return transfer.id
@@ -251,6 +253,13 @@ class DiskTier:
     def _require_open(self) -> None:
         if self._closed:
             raise KVDiskError("the tier is closed.")
+
+    def _blocks(self, block_ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Checked before anything is begun: slots and pins would wait for an end for ever."""
+        blocks = np.asarray(block_ids, dtype=np.int64)
+        if blocks.size and int(blocks.max()) >= self._block_count:
+            raise ValueError(f"block {int(blocks.max())}: there are {self._block_count} blocks")
+        return blocks
 
 
 def opening_line(facts: dict[str, Any], recovered: int) -> str:

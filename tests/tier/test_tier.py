@@ -171,6 +171,17 @@ def test_a_store_that_may_not_wait_is_taken_when_there_is_a_buffer(tmp_path: Pat
         assert rig.load(KEYS) == ok(100)
 
 
+def test_a_block_that_there_is_not_is_an_error_and_costs_nothing(tmp_path: Path) -> None:
+    with tier_rig(tmp_path / "kv", blocks=8) as rig:
+        key, blocks = name(1), 2 * rig.blocks.count
+        with pytest.raises(ValueError, match="there are 16 blocks"):
+            rig.tier.store([key], [blocks])
+        assert rig.store([1]) == ok(1)
+        with pytest.raises(ValueError, match="there are 16 blocks"):
+            rig.tier.load([key], [blocks])
+        assert rig.load([1]) == ok(1)
+
+
 def test_second_touch_and_write_budget(tmp_path: Path) -> None:
     with tier_rig(tmp_path / "a", admission="second-touch") as rig:
         assert rig.store(KEYS) == [RowStatus.REFUSED] * 100

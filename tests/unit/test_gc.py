@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 from caches import fill, identity_of, kvdisk, live_server, open_tier
 
-from kvdisk import cleanup
+from kvdisk import cleanup, rank_file
 from kvdisk.cleanup import Contents, Namespace, find, remove, select
 from kvdisk.looking import Lock
 
@@ -241,6 +241,24 @@ def test_a_start_counts_as_a_use(tmp_path: Path) -> None:
     open_tier(tmp_path / "kv", "a").close()
     (found,), _ = find(tmp_path / "kv")
     assert time.time() - found.used_s < 60
+
+
+def test_a_start_at_the_instant_of_a_removal_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = fill(tmp_path / "kv", 2, "a")
+    open_locked, removals = rank_file.open_locked, []
+
+    def remove_first(folder: int, path: Path) -> int:
+        if not removals:
+            removals.append(remove(find(tmp_path / "kv")[0][0]))
+            assert not directory.exists()
+        return open_locked(folder, path)
+
+    monkeypatch.setattr(rank_file, "open_locked", remove_first)
+    assert fill(tmp_path / "kv", 2, "a") == directory
+    assert len(removals) == 1
+    assert {"kvdisk.json", "rank-0-of-1.kv"} <= left(directory)
 
 
 def test_a_replaced_file_is_not_removed(tmp_path: Path) -> None:
