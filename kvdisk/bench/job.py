@@ -125,7 +125,7 @@ class Options:
 
 def make_job(options: Options) -> Job:
     """Raises ConfigError for the first thing that cannot be."""
-    path = _directory(options.path)
+    path = existing_directory(options.path)
     rw = _pattern(options.rw)
     _within("iodepth", options.iodepth, 1, _DEPTH_MAX[options.layer])
     _within("numjobs", options.numjobs, 1, _JOBS_MAX)
@@ -170,7 +170,8 @@ def parse_runtime(text: str) -> int:
     return runtime_ns
 
 
-def _directory(path: Path | None) -> Path:
+def existing_directory(path: Path | None) -> Path:
+    """Where to measure. Raises ConfigError, with what to do, when it is no directory."""
     if path is None:
         raise ConfigError("path is missing: name a directory on the disk to measure.")
     if "\0" in str(path):
@@ -181,8 +182,8 @@ def _directory(path: Path | None) -> Path:
         raise ConfigError(f"path={path}: {error.strerror}. Name an existing directory.") from None
     if not path.is_dir():
         raise ConfigError(
-            f"path={path} is not a directory: bench makes an unnamed file of its own; name the "
-            "directory to make it in."
+            f"path={path} is not a directory: the file that is measured is made anew, without a "
+            "name; name the directory to make it in."
         )
     return path.resolve()
 
@@ -221,7 +222,7 @@ def _geometry(options: Options) -> Geometry:
         for name in ("model", "segment", "tokens"):
             if getattr(options, name) is not None:
                 raise ConfigError(f"bs and {name} both set the block's size: give one of them.")
-        return _from_block_size(parse_size(options.bs, "bs"), options.layers, options.layer)
+        return geometry_of_size(parse_size(options.bs, "bs"), options.layers, options.layer)
     if options.segment is not None:
         if options.model is not None or options.tokens is not None:
             raise ConfigError("segment is what model and tokens make: give one or the other.")
@@ -238,7 +239,8 @@ def _geometry(options: Options) -> Geometry:
     )
 
 
-def _from_block_size(block_bytes: int, layers: int | None, layer: Layer) -> Geometry:
+def geometry_of_size(block_bytes: int, layers: int | None, layer: Layer) -> Geometry:
+    """A block of that size in ``layers`` segments, or as many as suit it. Raises ConfigError."""
     _require_block_size(block_bytes)
     if layer == "whole" and block_bytes % _PAGE_BYTES:
         raise ConfigError(

@@ -20,7 +20,7 @@ from kvdisk.units import format_size
 _FORMATS: Final = (".png", ".svg")
 _P99: Final = "99.000000"
 # Okabe and Ito's colours, which colour-blind people can tell apart.
-_COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _draw_column(above: Any, below: Any, points: Sequence[_Point], depths: Seque
     for point in sorted(points, key=lambda each: each.block_bytes):
         by_depth[point.depth].append(point)
     for depth, line in by_depth.items():
-        colour = _COLOURS[depths.index(depth) % len(_COLOURS)]
+        colour = COLOURS[depths.index(depth) % len(COLOURS)]
         ours = {"color": colour, "marker": "o", "label": f"kvdisk, depth {depth}"}
         fio = {"color": colour, "marker": "x", "linestyle": "--", "label": f"fio, depth {depth}"}
         sizes = [point.block_bytes for point in line]

@@ -10,6 +10,9 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -75,6 +78,33 @@ class ScratchFile:
         self.close()
 
 
+@contextmanager
+def scratch_directory(parent: Path, purpose: str) -> Iterator[Path]:
+    """A directory of our own in ``parent``, removed with all in it at the end.
+
+    For files that need a name to be opened; what is still open lives on without one. Raises
+    DeviceError when it can be neither made nor removed.
+    """
+    directory = parent / f".kvdisk-{purpose}-{os.getpid()}-{secrets.token_hex(8)}"
+    try:
+        directory.mkdir(0o700)
+    except OSError as error:
+        raise DeviceError.from_os_error(
+            error, "make a directory in", parent, "Use a directory that this user can write to."
+        ) from error
+    try:
+        yield directory
+    finally:
+        try:
+            shutil.rmtree(directory)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise DeviceError.from_os_error(
+                error, "remove", directory, "Remove it by hand."
+            ) from error
+
+
 def describe_place(directory: Path) -> Place:
     """Never raises; what cannot be found out is "unknown"."""
     mount = find_mount(directory)
@@ -90,8 +120,8 @@ def describe_place(directory: Path) -> Place:
     )
 
 
-def require_space(directory: Path, needed_bytes: int) -> None:
-    """Raise ConfigError when the file system has less room than that."""
+def require_space(directory: Path, needed_bytes: int, lower: str = "size or numjobs") -> None:
+    """Raise ConfigError, which says what to ``lower``, where there is less room than that."""
     try:
         space = read_space(directory)
     except OSError as error:
@@ -99,7 +129,7 @@ def require_space(directory: Path, needed_bytes: int) -> None:
     if space.total_bytes > 0 and space.available_bytes < needed_bytes:
         raise ConfigError(
             f"path={directory}: {display_size(needed_bytes)} are needed and "
-            f"{display_size(space.available_bytes)} are free: lower size or numjobs, or free space."
+            f"{display_size(space.available_bytes)} are free: lower {lower}, or free space."
         )
 
 

@@ -11,9 +11,7 @@ depth counts for each direction.
 
 from __future__ import annotations
 
-import errno
 import os
-import secrets
 import struct
 import time
 from collections import deque
@@ -30,7 +28,7 @@ from kvdisk.bench.job import Job
 from kvdisk.bench.raw import require_registered
 from kvdisk.bench.result import DirectionName, Latency, Round, Verdict, cpu_times_ns
 from kvdisk.bench.runner import PROGRESS_GAP_S, Facts, Progress
-from kvdisk.bench.scratch import drop_from_page_cache, require_space
+from kvdisk.bench.scratch import drop_from_page_cache, require_space, scratch_directory
 from kvdisk.direct_mode import DirectMode
 from kvdisk.errors import DeviceError
 from kvdisk.memory import require_memory
@@ -370,14 +368,7 @@ def _latency(stats: list[dict[str, Any]], of: str) -> dict[DirectionName, Latenc
 
 def _nameless_rank_file(job: Job, slot_count: int) -> RankFile:
     """A rank file in a directory of its own that is gone again when this returns."""
-    directory = job.path / f".kvdisk-bench-{os.getpid()}-{secrets.token_hex(8)}"
-    try:
-        directory.mkdir(0o700)
-    except OSError as error:
-        raise DeviceError.from_os_error(
-            error, "make a directory in", job.path, "Use a directory that this user can write to."
-        ) from error
-    try:
+    with scratch_directory(job.path, "bench") as directory:
         return RankFile.create_or_open(
             directory,
             rank=0,
@@ -388,21 +379,6 @@ def _nameless_rank_file(job: Job, slot_count: int) -> RankFile:
             direct=job.direct,
             persist=False,
         )
-    finally:
-        _remove(directory)
-
-
-def _remove(directory: Path) -> None:
-    with suppress(OSError):
-        for entry in directory.iterdir():
-            entry.unlink()
-    try:
-        directory.rmdir()
-    except OSError as error:
-        if error.errno != errno.ENOENT:
-            raise DeviceError.from_os_error(
-                error, "remove", directory, "Remove it by hand."
-            ) from error
 
 
 def engine_cpu_ns() -> int:

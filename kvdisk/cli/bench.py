@@ -7,13 +7,13 @@ does not read back as written is exit status 1. Progress goes to stderr, results
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
 from kvdisk.cli import EXIT_BAD_VERDICT
+from kvdisk.cli.text import require_writable, write_json
 from kvdisk.errors import ConfigError
 
 _ROUNDS_COMPARED: Final = 5
@@ -113,41 +113,16 @@ def bench(
             **options,
         )
     )
-    _require_writable(json_file, plot_file)
+    require_writable(json_file, plot_file)
     with Phases() as phases:
         outcome = run_session(job, contenders, phases.begin)
     document = as_json(outcome)
     click.echo(table(text_rows(outcome)), err=json_file == "-")
     if json_file is not None:
-        _write_json(document, json_file)
+        write_json(document, json_file)
     if plot_file is not None:
         from kvdisk.bench.plot import draw
 
         draw([document], Path(plot_file))
     wrong = outcome.verdict is not None and outcome.verdict.wrong > 0
     return EXIT_BAD_VERDICT if wrong else 0
-
-
-def _require_writable(json_file: str | None, plot_file: str | None) -> None:
-    """A result that cannot be written should not cost a measurement first."""
-    for option, name in (("json", json_file), ("plot", plot_file)):
-        if name is None or name == "-":
-            continue
-        parent = Path(name).absolute().parent
-        if not parent.is_dir() or Path(name).is_dir():
-            raise ConfigError(f"{option}={name}: not a file in an existing directory.")
-    if plot_file is not None:
-        from kvdisk.bench.plot import require_drawable
-
-        require_drawable(Path(plot_file))
-
-
-def _write_json(document: dict[str, Any], name: str) -> None:
-    text = json.dumps(document, indent=2) + "\n"
-    if name == "-":
-        click.echo(text, nl=False)
-        return
-    try:
-        Path(name).write_text(text)
-    except OSError as error:
-        raise ConfigError(f"json={name}: {error.strerror}.") from error

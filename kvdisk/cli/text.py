@@ -1,10 +1,16 @@
-"""How the commands write what they have found: names from strangers, sizes, times."""
+"""How the commands write what they have found: names from strangers, times, results as files."""
 
 from __future__ import annotations
 
+import json
 import os
 from datetime import datetime
 from pathlib import Path
+from typing import Any
+
+import click
+
+from kvdisk.errors import ConfigError
 
 
 def printable(text: str | Path) -> str:
@@ -24,3 +30,32 @@ def time_text(seconds: float) -> str:
 def count_text(count: int, noun: str) -> str:
     """``1 block``, ``2 blocks``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def require_writable(
+    json_file: str | None, plot_file: str | None, *, write_trace: str | None = None
+) -> None:
+    """A result that cannot be written should not cost a measurement first: ConfigError."""
+    named = (("json", json_file), ("plot", plot_file), ("write-trace", write_trace))
+    for option, name in named:
+        if name is None or (name == "-" and option == "json"):
+            continue
+        parent = Path(name).absolute().parent
+        if not parent.is_dir() or Path(name).is_dir():
+            raise ConfigError(f"{option}={name}: not a file in an existing directory.")
+    if plot_file is not None:
+        from kvdisk.bench.plot import require_drawable
+
+        require_drawable(Path(plot_file))
+
+
+def write_json(document: dict[str, Any], name: str) -> None:
+    """To that file, or to stdout when it is "-". Raises ConfigError when it cannot be written."""
+    text = json.dumps(document, indent=2) + "\n"
+    if name == "-":
+        click.echo(text, nl=False)
+        return
+    try:
+        Path(name).write_text(text)
+    except OSError as error:
+        raise ConfigError(f"json={name}: {error.strerror}.") from error

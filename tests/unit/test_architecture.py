@@ -47,6 +47,7 @@ GROUPS = {
     },
     "upkeep": {"slot_records", "looking", "survey", "scrub", "cleanup"},
     "bench": {"bench"},
+    "replay": {"replay"},
     "serving": {"serving"},
     "cli": {"cli", "__main__"},
 }
@@ -61,8 +62,9 @@ BELOW: Mapping[str, Set[str]] = {
     "tier": {"base", "probe", "files", "slots", "transfer"},
     "upkeep": {"base", "files", "tier"},
     "bench": {"base", "probe", "files", "slots", "transfer", "tier"},
+    "replay": {"base", "slots", "transfer", "tier", "bench"},
     "serving": {"base", "slots", "transfer", "tier"},
-    "cli": {"base", "probe", "files", "slots", "transfer", "tier", "bench", "upkeep"},
+    "cli": {"base", "probe", "files", "slots", "transfer", "tier", "bench", "replay", "upkeep"},
 }
 
 # The engine has one face. The raw benchmark measures the backend below the engine, so it has to

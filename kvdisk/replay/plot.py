@@ -1,0 +1,117 @@
+"""A picture of a replay: hit rate and time to first token against capacity, a colour a policy.
+
+Reads the document of ``report``, so that pictures can be drawn from kept results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvdisk.bench.plot import COLOURS, require_drawable
+from kvdisk.errors import ConfigError
+from kvdisk.units import display_size, format_size
+
+
+def draw(document: Mapping[str, Any], file: Path) -> None:
+    """Write ``file`` (PNG or SVG). Raises ConfigError when that cannot be."""
+    require_drawable(file)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5.4), layout="constrained")
+    hits, ttft = figure.subplots(1, 2)
+    try:
+        policies = list(dict.fromkeys(run["policy"] for run in document["runs"]))
+        for policy, colour in zip(policies, COLOURS * len(policies), strict=False):
+            _draw_hits(hits, document, policy, colour)
+            _draw_ttft(ttft, document, policy, colour)
+        without = document["without"]
+        for name, style in (("mean", "-"), ("p99", "--")):
+            ttft.axhline(
+                without[f"{name}_s"], color="0.4", linestyle=style, label=f"no tier, {name}"
+            )
+        working_set = document["replay"]["working_set_bytes"]
+        title = _title(document)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"not a result of kvdisk replay: {error!r} is missing or odd.") from error
+    hits.set_ylabel("hits, % of all blocks asked for")
+    hits.set_ylim(bottom=0)
+    ttft.set_ylabel("modelled time to first token, s")
+    ttft.set_yscale("log")
+    for axis in (hits, ttft):
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("capacity of the tier")
+        _label_sizes(axis, document)
+        axis.axvline(working_set, color="0.7", linestyle=":", label="all different blocks")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="small", framealpha=0.9)
+    figure.suptitle(title, fontsize="small")
+    try:
+        figure.savefig(file, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}.") from error
+
+
+def _draw_hits(axis: Any, document: Mapping[str, Any], policy: str, colour: str) -> None:
+    for curve in document["curves"]:
+        if curve["policy"] != policy:
+            continue
+        style = {"linestyle": "-"} if curve["exact"] else {"linestyle": "--", "marker": "."}
+        axis.plot(
+            [point["capacity_bytes"] for point in curve["points"]],
+            [100 * point["hit_share"] for point in curve["points"]],
+            color=colour,
+            label=f"{policy}, {'exact' if curve['exact'] else 'simulated'}",
+            **style,
+        )
+    runs = [run for run in document["runs"] if run["policy"] == policy]
+    kind = "simulated" if runs[0]["simulated"] else "on the disk"
+    axis.plot(
+        [run["capacity_bytes"] for run in runs],
+        [100 * run["hit_share"] for run in runs],
+        color=colour,
+        marker="o",
+        markersize=9,
+        fillstyle="none",
+        linestyle="",
+        label=f"{policy}, {kind}",
+    )
+
+
+def _draw_ttft(axis: Any, document: Mapping[str, Any], policy: str, colour: str) -> None:
+    runs = [run for run in document["runs"] if run["policy"] == policy]
+    for name, style in (("mean", "-"), ("p99", "--")):
+        axis.plot(
+            [run["capacity_bytes"] for run in runs],
+            [run["ttft"][f"{name}_s"] for run in runs],
+            color=colour,
+            marker="o",
+            linestyle=style,
+            label=f"{policy}, {name}",
+        )
+
+
+def _label_sizes(axis: Any, document: Mapping[str, Any]) -> None:
+    """Powers of two within what is drawn, six at most."""
+    sizes = [run["capacity_bytes"] for run in document["runs"]]
+    sizes += [each["capacity_bytes"] for curve in document["curves"] for each in curve["points"]]
+    low, high = min(sizes).bit_length() - 1, max(sizes).bit_length()
+    step = max(1, -(-(high - low) // 6))
+    ticks = [1 << power for power in range(low, high + 1, step)]
+    axis.set_xticks(ticks, [format_size(tick) for tick in ticks])
+    axis.minorticks_off()
+
+
+def _title(document: Mapping[str, Any]) -> str:
+    about, place = document["replay"], document["kvdisk"]["place"]
+    where = "simulated" if place is None else f"{place['file_system']} on {place['disk']}"
+    device = f", device cache of {about['device_blocks']} blocks" if about["device_blocks"] else ""
+    return (
+        f"{about['trace']}: {about['requests']} requests, {about['references']} blocks of "
+        f"{display_size(about['block_bytes'])} ({about['block_tokens']} tokens){device}\n"
+        f"{where}; prefill {about['prefill_rate']:g} tokens/s"
+    )
