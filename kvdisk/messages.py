@@ -63,7 +63,8 @@ class RankOpened:
     """A worker has opened its files. ``restored_*`` is what proved itself there, row by row.
 
     ``restored_slots`` (int64) are the tier's numbers; ``restored_sequences`` (uint64) are higher
-    for what was stored later; ``restored_keys`` are zero-padded ``(n, 64)`` bytes, of which
+    for what was stored later, on any path, as well as the machine's clock was set;
+    ``restored_keys`` are zero-padded ``(n, 64)`` bytes, of which
     ``restored_key_lengths`` (uint8) count. ``clears`` is the number of the last clear that they
     have seen, ``paths`` the state of every path. ``facts`` is for people: a log line and
     ``health``.

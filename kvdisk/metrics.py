@@ -21,14 +21,17 @@ import numpy.typing as npt
 
 from kvdisk.errors import ConfigError
 from kvdisk.slots import SlotCounts
-from kvdisk.transfer import Direction, RowStatus
+from kvdisk.transfer import FAILURES, Direction, RowStatus
+
+_SUSPICIOUS_KEYS: Final = 1000
 
 MISS_REASONS: Final = (
     "absent",  # the tier does not have the key
     "unavailable",  # its path sits out
     "lost",  # a rank's slot did not hold it any more
     "corrupt",  # not the bytes that were stored
-    "failed",  # the disk or the copy failed
+    "failed",  # the disk failed
+    "copy_failed",  # the copy into the block failed
     "timed_out",
     "busy",
     "refused",  # a rank did not try
@@ -39,6 +42,7 @@ REFUSAL_REASONS: Final = (
     "paused",  # no path takes stores
     "queue",  # a rank's queue or ring was full, or its path sits out
     "failed",
+    "copy_failed",
     "timed_out",
     "busy",
 )
@@ -47,6 +51,7 @@ _MISS_OF: Final = {
     RowStatus.MISS: "lost",
     RowStatus.CORRUPT: "corrupt",
     RowStatus.FAILED: "failed",
+    RowStatus.COPY_FAILED: "copy_failed",
     RowStatus.TIMED_OUT: "timed_out",
     RowStatus.BUSY: "busy",
     RowStatus.REFUSED: "refused",
@@ -54,6 +59,7 @@ _MISS_OF: Final = {
 _REFUSAL_OF: Final = {
     RowStatus.REFUSED: "queue",
     RowStatus.FAILED: "failed",
+    RowStatus.COPY_FAILED: "copy_failed",
     RowStatus.TIMED_OUT: "timed_out",
     RowStatus.BUSY: "busy",
 }
@@ -88,6 +94,16 @@ class TierCounters:
         self.keys_looked_up += keys
         self.hits_found += found
 
+    def suspicion(self) -> str | None:
+        """What to think of much that was stored and asked for without one hit; else None."""
+        stored, asked = self.blocks_stored, self.keys_looked_up
+        if self.hits_found or self.restored or min(stored, asked) < _SUSPICIOUS_KEYS:
+            return None
+        return (
+            f"{stored} blocks were stored and {asked} keys looked up, and not one was found: are "
+            "keys made the same way in every process (hash seed, tokens of a block)?"
+        )
+
     def missed(self, reason: str, blocks: int) -> None:
         if blocks:
             self.misses[reason] += blocks
@@ -112,7 +128,7 @@ class TierCounters:
             self.blocks_stored += rows[RowStatus.OK]
             for status, reason in _REFUSAL_OF.items():
                 self.refused(reason, rows[status])
-        for number in errors[statuses == RowStatus.FAILED].tolist():
+        for number in errors[np.isin(statuses, FAILURES)].tolist():
             name = errno.errorcode.get(number, str(number))
             self.errors[direction.name.lower(), name] += 1
 

@@ -73,7 +73,7 @@ class PathHealth:
         return state.loads if direction is Direction.LOAD else state.stores
 
     def record(self, result: TransferResult, now_s: float) -> None:
-        """Take a transfer's outcome into account."""
+        """Take a transfer's outcome into account; what says nothing of the disk changes nothing."""
         lane = self._lanes[result.direction]
         statuses = result.statuses
         if np.any(statuses == RowStatus.OK):

@@ -59,10 +59,14 @@ class RowStatus(enum.IntEnum):
     OK = 1
     MISS = 2  # load: the slot does not hold this key
     CORRUPT = 3  # load: not the bytes that were stored; the slot's record is dropped
-    FAILED = 4  # the disk or the copy failed, see `errors`
+    FAILED = 4  # the disk failed, see `errors`
     TIMED_OUT = 5  # the deadline passed
     REFUSED = 6  # store: no room in the ring in time, or cancelled before it began
     BUSY = 7  # the slot has another transfer in flight, or is quarantined
+    COPY_FAILED = 8  # a copy to or from the block failed, or a store's event; the disk is well
+
+
+FAILURES: Final = (RowStatus.FAILED, RowStatus.COPY_FAILED)  # those with an errno
 
 
 @dataclass(frozen=True)
@@ -331,6 +335,14 @@ class TransferEngine:
         """Forget what ``slots`` hold: later loads miss. A store at work there goes on."""
         self._require_open()
         self._native.drop(_indices(slots))
+
+    def end_within(self, timeout_s: float) -> None:
+        """Everything under way, and all that may still come, ends by then. Never waits; idempotent.
+
+        Unlike ``close``, this leaves the engine at work: it tells later which slots its disk has
+        released.
+        """
+        self._native.end_within(_nanoseconds(timeout_s))
 
     def poll(self) -> Events:
         """What has happened since the last call; never blocks. Also after ``close``."""

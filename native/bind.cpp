@@ -274,6 +274,7 @@ NB_MODULE(_native, module) {
                 engine.drop({slots.data(), slots.shape(0)});
             },
             "slots"_a)
+        .def("end_within", &Engine::end_within, "timeout_ns"_a)
         .def("poll", [](Engine& engine) { return events_tuple(engine.poll()); })
         .def("wait", &Engine::wait, "timeout_ns"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("event_fd", &Engine::event_fd)

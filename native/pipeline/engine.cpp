@@ -307,6 +307,15 @@ void Engine::reset_stats() {
     for (const auto& shard : shards_) shard->reset_stats();
 }
 
+void Engine::end_within(std::int64_t timeout_ns) {
+    require_own_process();
+    const std::int64_t until_ns = after(MonotonicClock().now_ns(), timeout_ns);
+    if (until_ns == time_never) return;
+    for (const auto& shard : shards_) shard->end_by(until_ns);
+    const std::lock_guard lock(outbox_->mutex);
+    outbox_->end_by(until_ns);
+}
+
 std::uint64_t Engine::close(std::int64_t timeout_ns) {
     if (process_id_ != ::getpid()) return 0;  // nothing here is this process's to end
     const std::lock_guard close_lock(close_mutex_);

@@ -128,6 +128,10 @@ class Engine {
     // The records that proved themselves at open, in slot order. Given once.
     RestoredRecords take_restored() { return std::move(restored_); }
 
+    // All transfers end by then, those still to come as well. The threads stay, and tell of slots
+    // that leave quarantine. Never waits. `timeout_ns` < 0 changes nothing.
+    void end_within(std::int64_t timeout_ns);
+
     // Ends everything: drains until the limit, then times out what is left. Returns how many I/Os
     // had to be abandoned in the kernel. Idempotent.
     std::uint64_t close(std::int64_t timeout_ns);

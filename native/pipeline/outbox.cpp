@@ -66,6 +66,12 @@ void Outbox::tell_released() {
     }
 }
 
+void Outbox::end_by(std::int64_t time_ns) {
+    for (auto& [id, job] : jobs) job.deadline_ns = std::min(job.deadline_ns, time_ns);
+    overdue_ns = std::min(overdue_ns, time_ns + overdue_slack_ns);
+    ready.notify_all();
+}
+
 bool Outbox::overdue(std::int64_t now_ns) {
     if (now_ns < overdue_ns) return false;
     std::int64_t earliest_ns = time_never;

@@ -36,6 +36,7 @@ struct Outbox {
     void open(std::uint64_t id, Job job);  // ids grow
     void finish(std::uint64_t id);         // its results are complete
     void release(std::span<const std::uint64_t> slots);
+    void end_by(std::int64_t time_ns);  // no job is expected to take longer
     bool overdue(std::int64_t now_ns);  // a job should have ended a while ago
 
     std::mutex mutex;

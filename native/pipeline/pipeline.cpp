@@ -163,7 +163,7 @@ void Pipeline::poll_events(std::int64_t now) {
             if (readiness == Readiness::ready) {
                 waiting_stores_.push(at);
             } else {
-                end_unstarted(*at, {.status = RowStatus::failed, .error = EIO}, now);
+                end_unstarted(*at, {.status = RowStatus::copy_failed, .error = EIO}, now);
             }
         }
         at = next;
@@ -285,13 +285,24 @@ void Pipeline::prepare_row(Extent& extent, ExtentRow& prepared, std::uint32_t ro
     }
     slot_uses_[slot] = static_cast<std::uint16_t>((slot_uses_[slot] & slot_told) | slot_storing);
     if (canary != 11) records_.clear(slot);
-    prepared.sequence = sequence_next_;
-    sequence_next_ += sequence_step_;
+    prepared.sequence = next_sequence();
     if (!extent.direct) {
         std::byte* const end = extent.data + (row + 1) * options_.slot_bytes;
         const std::uint64_t padding_bytes = options_.slot_bytes - options_.block_bytes;
         std::fill(end - padding_bytes, end, std::byte{0});
     }
+}
+
+// Grows with every store, and with time, so that numbers of other pipelines compare; each pipeline
+// has its own remainder, so that no two give the same.
+std::uint64_t Pipeline::next_sequence() noexcept {
+    const auto wall_ns = static_cast<std::uint64_t>(stepped_ns_ + options_.wall_clock_ns);
+    if (wall_ns > sequence_next_) {
+        sequence_next_ = wall_ns - wall_ns % sequence_step_ + sequence_next_ % sequence_step_;
+    }
+    const std::uint64_t sequence = sequence_next_;
+    sequence_next_ += sequence_step_;
+    return sequence;
 }
 
 void Pipeline::start_copies(std::uint32_t index, CopyDirection direction) {

@@ -51,6 +51,7 @@ struct PipelineOptions {
     std::uint16_t data_file = 0;                   // index into the backend's files
     std::uint16_t record_file = 1;
     std::uint64_t record_offset = 0;  // where the first record page lies in the record file
+    std::int64_t wall_clock_ns = 0;   // the time of day less the clock's: sequence numbers follow it
     std::uint16_t record_area = io::area_none;  // registered area of the record staging pages
     // The direct path (one region, aligned, block_bytes == slot_bytes): no bounce copy.
     bool direct_stores = false;
@@ -231,6 +232,7 @@ class Pipeline {
     void start_extent(std::uint32_t index, Transfer& transfer, std::uint32_t row,
                       std::uint32_t row_count);
     void prepare_row(Extent& extent, ExtentRow& prepared, std::uint32_t row);
+    std::uint64_t next_sequence() noexcept;
     void start_copies(std::uint32_t index, CopyDirection direction);
     bool goes_direct(const Transfer& transfer) const noexcept;
 

@@ -192,6 +192,7 @@ void Pipeline::count_row(const Transfer& transfer, RowResult result, std::int64_
             ++stats_.rows_corrupt;
             break;
         case RowStatus::failed:
+        case RowStatus::copy_failed:
             ++stats_.rows_failed;
             break;
         case RowStatus::timed_out:

@@ -29,7 +29,7 @@ void Pipeline::handle_copy(const CopyCompletion& completion, std::int64_t now) {
     row_of(index, row).copying = false;
     --extent.copies_pending;
     if (completion.error != 0) {
-        row_of(index, row).result = {.status = RowStatus::failed, .error = completion.error};
+        row_of(index, row).result = {.status = RowStatus::copy_failed, .error = completion.error};
     } else if (copier_.hashes()) {
         take_checksum(index, row, completion.checksum);
     }

@@ -69,6 +69,8 @@ PipelineOptions pipeline_options(const EngineOptions& options, std::uint16_t are
     result.store_depth_beside_loads = options.store_depth_beside_loads;
     result.alignment = options.alignment;
     result.record_offset = options.record_offset;
+    const auto wall = std::chrono::system_clock::now().time_since_epoch();
+    result.wall_clock_ns = std::chrono::nanoseconds(wall).count() - MonotonicClock().now_ns();
     result.record_area = area_count;  // right after the ring's areas
     result.direct_stores = options.direct_stores;
     result.direct_loads = options.direct_loads;
@@ -351,6 +353,13 @@ void Shard::answer_stats(bool final) {
 }
 
 // ---------------------------------------------------------------- closing
+
+void Shard::end_by(std::int64_t time_ns) {
+    const std::lock_guard lock(inbox_mutex_);
+    if (gone_) return;
+    pipeline_->end_by(time_ns);
+    backend_->wake();
+}
 
 void Shard::begin_close(std::int64_t until_ns) {
     const std::lock_guard lock(inbox_mutex_);

@@ -53,6 +53,9 @@ class Shard : public std::enable_shared_from_this<Shard> {
     bool add_stats(EngineStats& total, std::chrono::steady_clock::time_point until);
     void reset_stats() { send({.kind = CommandKind::reset_stats}); }
 
+    // From then on the deadline of every transfer counts as passed.
+    void end_by(std::int64_t time_ns);
+
     // Closing in two calls, so that several shards close at once. The thread drains until the
     // limit, then times out what is left; one that hangs in the kernel is left behind. `end_close`
     // returns the I/Os (or 1 for a hanging thread) that had to be abandoned.

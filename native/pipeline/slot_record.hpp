@@ -36,7 +36,7 @@ struct SlotRecord {
     std::uint8_t key_length = 0;         // 1..64
     std::uint16_t reserved = 0;          // 0
     std::uint64_t slot = 0;              // its own index: a misdirected record fails
-    std::uint64_t sequence = 0;          // grows with every store of the rank; never 0
+    std::uint64_t sequence = 0;          // grows with every store, and with time; never 0
     std::uint64_t epoch = 0;             // the rank file's epoch; records of an older one are void
     std::uint64_t valid_bytes = 0;       // of the payload; the rest of the slot is zero
     std::uint64_t payload_checksum = 0;  // of the payload, seeded with key, slot, sequence, epoch

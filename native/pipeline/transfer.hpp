@@ -16,11 +16,13 @@ enum class RowStatus : std::uint8_t {
     ok,
     miss,       // load: the slot does not hold this key
     corrupt,    // load: the slot's bytes are not those that were stored; the slot is dropped
-    failed,     // the disk or the copy failed; `error` has the errno
+    failed,     // the disk failed; `error` has the errno
     timed_out,  // the deadline passed; the slot may be quarantined (RowResult::quarantined)
     refused,    // store: no room in time, or cancelled before it began
     busy,       // the slot has another transfer in flight, or is quarantined
+    copy_failed,  // a copy to or from the block failed, or the event it waits for; `error` as above
 };
+inline constexpr std::size_t row_status_count = 9;
 
 struct Row {
     std::uint64_t block_id = 0;

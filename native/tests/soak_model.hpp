@@ -235,9 +235,11 @@ class SlotModel {
         verdict_.expect(!(result.status == RowStatus::busy && note.slot_unused &&
                           slot.touches == note.touches + 1),
                         "a slot is busy though nobody uses it", index);
-        verdict_.expect(result.status != RowStatus::failed || harm_ != Harm::none,
-                        "a row fails though nothing is wrong", index);
-        verdict_.expect((result.error != 0) == (result.status == RowStatus::failed),
+        const bool failed =
+            result.status == RowStatus::failed || result.status == RowStatus::copy_failed;
+        verdict_.expect(!failed || harm_ != Harm::none, "a row fails though nothing is wrong",
+                        index);
+        verdict_.expect((result.error != 0) == failed,
                         "an errno comes with a failure and with nothing else", index);
         if (!result.quarantined) return;
         verdict_.expect(result.status != RowStatus::ok, "a good row is quarantined", index);

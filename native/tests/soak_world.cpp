@@ -63,8 +63,9 @@ void World::add_to(Totals& totals) const {
 }
 
 void Totals::print() const {
-    static constexpr const char* names[] = {"pending", "ok",        "miss",    "corrupt",
-                                            "failed",  "timed_out", "refused", "busy"};
+    static constexpr const char* names[] = {"pending",   "ok",      "miss", "corrupt",    "failed",
+                                            "timed_out", "refused", "busy", "copy_failed"};
+    static_assert(std::size(names) == row_status_count);
     std::fputs("rows:", stdout);
     for (std::size_t i = 1; i < statuses.size(); ++i) {
         std::printf(" %s=%llu", names[i], static_cast<unsigned long long>(statuses[i]));

@@ -184,7 +184,7 @@ def an_event_that_never_comes_or_fails_ends_its_store_alone() -> None:
         never, broken = fake.fake_cuda_make_event(NOT_READY), fake.fake_cuda_make_event(BROKEN)
         before = time.process_time()
         stuck = device.engine.submit_store(keys([1]), [1], [1], event=never, timeout_s=1.0)
-        assert device.store([2], event=broken).statuses.tolist() == [RowStatus.FAILED]
+        assert device.store([2], event=broken).statuses.tolist() == [RowStatus.COPY_FAILED]
         assert device.engine.stats()["ring_used"] == 0
         assert device.wait(stuck).statuses.tolist() == [RowStatus.TIMED_OUT]
         assert time.process_time() - before < 0.5
@@ -198,16 +198,16 @@ def a_driver_that_fails_fails_rows() -> None:
         assert device.store([1, 2, 3]).ok
         fake.fake_cuda_fail(b"cuLaunchKernel", 0, 1, 0)
         result = device.store([4])
-        assert result.statuses.tolist() == [RowStatus.FAILED]
+        assert result.statuses.tolist() == [RowStatus.COPY_FAILED]
         assert result.errors.tolist() == [5]  # EIO
         fake.fake_cuda_fail(b"cuLaunchKernel", 0, 1, 0)
-        assert device.load([1]).statuses.tolist() == [RowStatus.FAILED]
+        assert device.load([1]).statuses.tolist() == [RowStatus.COPY_FAILED]
         assert device.load([1]).ok, "the slot is as good as before"
         assert device.holds(1)
         fake.fake_cuda_break(BROKEN)
         for _ in range(3):
-            assert device.load([2]).statuses.tolist() == [RowStatus.FAILED]
-            assert device.store([5]).statuses.tolist() == [RowStatus.FAILED]
+            assert device.load([2]).statuses.tolist() == [RowStatus.COPY_FAILED]
+            assert device.store([5]).statuses.tolist() == [RowStatus.COPY_FAILED]
         assert device.engine.stats()["ring_used"] == 0
 
 

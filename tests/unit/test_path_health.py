@@ -81,6 +81,16 @@ def test_misses_and_refusals_say_nothing_about_the_disk() -> None:
     assert health.state.stores
 
 
+def test_a_copy_that_fails_says_nothing_about_the_disk() -> None:
+    health = PathHealth()
+    for direction in (LOAD, STORE):
+        for _ in range(50):
+            health.record(result(direction, RowStatus.COPY_FAILED, number=errno.EIO), 0.0)
+    assert health.state.loads
+    assert health.state.stores
+    assert health.next_probe_s() is None
+
+
 def test_loads_that_are_always_too_slow_stop_costing_their_deadline() -> None:
     health = PathHealth()
     for _ in range(3):
