@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from kvdisk.key_index import Slots, require
+from kvdisk.key_index import Mask, Slots, require
 
 _WINDOW: Final = 512
 
@@ -62,6 +62,16 @@ class FreeSlots:
         self._count += count
         joined = not top or not count or self._stack[top] < self._stack[top - 1]
         self._sorted = self._sorted + count if joined else count
+
+    def remove(self, out: Mask) -> Slots:
+        """Remove and return those that ``out`` marks in ``view``. O(free slots)."""
+        free = self.view()
+        gone: Slots = free[out]
+        in_order = int(np.count_nonzero(~out[self._count - self._sorted :]))
+        self._stack[: self._count - len(gone)] = free[~out]
+        self._count -= len(gone)
+        self._sorted = in_order
+        return gone
 
     def reset(self, slots: int, free: Slots) -> None:
         """Start again with ``slots`` slots in all, of which ``free`` are free."""

@@ -1,8 +1,9 @@
 """How much memory this process may still take, so that a too large request fails at open.
 
 Pinned memory cannot be swapped or reclaimed: asking for more than there is does not fail, it gets
-the serving engine killed some minutes later. So the bounce ring is compared with the smallest of
-MemAvailable and what every control group above the process leaves, before anything is allocated.
+the serving engine killed some minutes later. So the bounce ring, and what every slot takes, are
+compared with the smallest of MemAvailable and what every control group above the process leaves,
+before anything is allocated.
 
 What always holds: files are only read; a file that is missing or odd is no limit, not an error.
 """
@@ -11,9 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from kvdisk.errors import ConfigError
 from kvdisk.units import display_size
+
+# What a slot takes, whatever is stored in it. In a worker: its record (128 bytes), its use in each
+# shard, and while it opens what a restart has found there. In the scheduler: key, state and turn,
+# by eviction policy.
+WORKER_BYTES_PER_SLOT: Final = 240
+SCHEDULER_BYTES_PER_SLOT: Final = {"lru": 150, "s3fifo": 215}
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,22 @@ def require_memory(request_bytes: int, what: str, root: Path = Path("/")) -> Non
         f"{what} asks for {display_size(request_bytes)} of pinned memory, but {headroom.source} "
         f"is {display_size(headroom.available_bytes)}. Make {what} smaller, or give the process "
         "more memory."
+    )
+
+
+def require_slot_memory(
+    slots: int, bytes_per_slot: int, ring_bytes: int = 0, root: Path = Path("/")
+) -> None:
+    """Raise ConfigError when ``slots``, beside a ring, take more than can be had."""
+    headroom = memory_headroom(root)
+    slots_bytes = slots * bytes_per_slot
+    if headroom is None or slots_bytes + ring_bytes <= headroom.available_bytes:
+        return
+    beside = f", beside {display_size(ring_bytes)} for the ring" if ring_bytes else ""
+    raise ConfigError(
+        f"capacity: keys and records of {slots} slots take up to {display_size(slots_bytes)} of "
+        f"memory{beside}, but {headroom.source} is {display_size(headroom.available_bytes)}. Make "
+        "capacity smaller or blocks larger (more tokens a block), or give the process more memory."
     )
 
 

@@ -174,6 +174,7 @@ _GAUGES: Final[tuple[tuple[str, str, Callable[[TierStats], int]], ...]] = (
     ("slots_resident", "Slots that hold a readable block", lambda s: s.slots.resident),
     ("slots_pinned", "Resident slots that loads use", lambda s: s.slots.pinned),
     ("slots_quarantined", "Slots that the disk may still touch", lambda s: s.slots.quarantined),
+    ("slots_withheld", "Slots without a block, on paths that sit out", lambda s: s.slots.withheld),
     ("transfers_open", "Transfers under way", lambda s: s.open_transfers),
 )
 _ENGINE_GAUGES: Final = (

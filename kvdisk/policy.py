@@ -1,9 +1,9 @@
 """Who goes when room is needed, and which stores are worth a write: eviction and admission.
 
 A policy knows slots and hashes, never keys, bytes or files. The allocator owns the truth about
-states; a policy only orders. It never looks at a slot twice because that slot is in use: one that
-it meets and may not take is set aside until the allocator says that it may be taken again, so
-however many slots are stuck, a call's work is bounded by the victims it was asked for.
+states; a policy only orders. It never looks at a slot twice because that slot may not go (it is in
+use, or its disk takes no stores): one that it meets is set aside until the allocator says that it
+may go again, so however many are stuck, a call's work is bounded by the victims it was asked for.
 
 The order of a call, for every policy: ``insert`` and ``touch`` get the slots of one sequence of
 tokens with the head of the prefix first. A block is useless without every block before it, so of
@@ -24,7 +24,7 @@ from kvdisk.key_index import Keys, Mask, Slots, encode, require
 from kvdisk.slot_queue import SlotQueue, resized
 
 Hashes = npt.NDArray[np.int64]
-Operations = npt.NDArray[np.int32]
+MayGo = Callable[[Slots], Mask]
 
 SECONDS_PER_DAY: Final = 86_400.0
 
@@ -41,15 +41,18 @@ class EvictionPolicy(Protocol):
     def remove(self, slots: Slots) -> None:
         """``slots`` lost their keys for another reason than ``evict``."""
 
-    def evict(self, count: int, operations: Operations) -> Slots:
+    def evict(self, count: int, may_go: MayGo) -> Slots:
         """Give up ``count`` slots and return them, as of removed.
 
-        ``operations[slot]`` counts what is using a slot; only those with 0 may be given up.
-        Others that are met are set aside. Fewer come back only when no more may be given up.
+        ``may_go`` says which of some slots may be given up. Others that are met are set aside.
+        Fewer come back only when no more may be given up.
         """
 
+    def aside(self) -> Slots:
+        """The slots that are set aside. O(slots)."""
+
     def unblock(self, slots: Slots) -> None:
-        """Nothing uses ``slots`` any more: those that were set aside may be given up again."""
+        """``slots``, all distinct, may go now: those that were set aside may be given up again."""
 
     def resize(self, slots: int) -> None:
         """There are ``slots`` slots now. Those beyond were removed before."""
@@ -64,52 +67,54 @@ class LRUPolicy:
     The rule: a call makes its slots the youngest, the first of them youngest of all. So when every
     call names the whole prefix that it belongs to (``SlotAllocator.allocate`` has ``prefix`` for
     that), no block is ever younger than a block before it, also where prefixes branch, and whatever
-    remains of a prefix is usable. Cost is O(1) amortised per slot; 20 bytes a slot.
+    remains of a prefix is usable. Cost is O(1) amortised per slot; 21 bytes a slot.
     """
 
     def __init__(self, slots: int) -> None:
         self._queue = SlotQueue(slots)
-        self._aside: set[int] = set()
+        self._aside = np.zeros(slots, dtype=np.bool_)
 
     def insert(self, slots: Slots, hashes: Hashes) -> None:
         self._queue.push(slots[::-1])
 
     def touch(self, slots: Slots) -> None:
-        if self._aside:
-            self._aside.difference_update(slots.tolist())
+        self._aside[slots] = False
         self._queue.push(slots[::-1])
 
     def remove(self, slots: Slots) -> None:
-        if self._aside:
-            self._aside.difference_update(slots.tolist())
+        self._aside[slots] = False
         self._queue.remove(slots)
 
-    def evict(self, count: int, operations: Operations) -> Slots:
+    def evict(self, count: int, may_go: MayGo) -> Slots:
         victims: list[Slots] = []
         while count > 0:
             oldest = self._queue.pop(count)
             if not len(oldest):
                 break
-            in_use = operations.take(oldest) != 0
-            if np.count_nonzero(in_use):
-                self._aside.update(oldest[in_use].tolist())
-                oldest = oldest[~in_use]
+            going = may_go(oldest)
+            if np.count_nonzero(going) < len(oldest):
+                self._aside[oldest[~going]] = True
+                oldest = oldest[going]
             count -= len(oldest)
             victims.append(oldest)
         return _joined(victims)
 
+    def aside(self) -> Slots:
+        return _numbers(self._aside)
+
     def unblock(self, slots: Slots) -> None:
-        if self._aside:
-            returning = [slot for slot in slots.tolist() if slot in self._aside]
-            self._aside.difference_update(returning)
-            self._queue.push(np.array(returning[::-1], dtype=np.int32))
+        returning = slots[self._aside.take(slots)]
+        if len(returning):
+            self._aside[returning] = False
+            self._queue.push(returning[::-1])
 
     def resize(self, slots: int) -> None:
         self._queue = self._queue.resized(slots)
+        self._aside = resized(self._aside, slots)
 
     def clear(self) -> None:
         self._queue.clear()
-        self._aside.clear()
+        self._aside.fill(False)
 
     def order(self) -> Slots:
         """The slots in the order they would be given up, without those set aside. O(slots)."""
@@ -132,7 +137,7 @@ class S3FIFOPolicy:
 
     Use is counted, not dated, so the tail of a prefix goes before its head only within one call.
     Where prefixes grow over many calls and must stay usable, ``LRUPolicy`` keeps the stricter rule.
-    About 65 bytes a slot.
+    About 66 bytes a slot.
     """
 
     _SMALL: Final = 1
@@ -148,7 +153,7 @@ class S3FIFOPolicy:
         self._home = np.zeros(slots, dtype=np.uint8)  # 0, _SMALL or _MAIN; also while set aside
         self._uses = np.zeros(slots, dtype=np.uint8)
         self._hashes = np.zeros(slots, dtype=np.int64)
-        self._aside: set[int] = set()
+        self._aside = np.zeros(slots, dtype=np.bool_)
         self._small_count = 0  # in the queue, without those set aside
         self._main_count = 0
         self._ghost = GhostTable(self._ghost_keys(slots))
@@ -164,10 +169,8 @@ class S3FIFOPolicy:
         self._uses[slots] = np.minimum(self._uses.take(slots) + 1, self._USES_MAX)
 
     def remove(self, slots: Slots) -> None:
-        queued = slots
-        if self._aside:
-            queued = np.array([s for s in slots.tolist() if s not in self._aside], dtype=np.int32)
-            self._aside.difference_update(slots.tolist())
+        queued = slots[~self._aside.take(slots)]
+        self._aside[slots] = False
         small = int(np.count_nonzero(self._home.take(queued) == self._SMALL))
         self._small_count -= small
         self._main_count -= len(queued) - small
@@ -175,7 +178,7 @@ class S3FIFOPolicy:
         self._main.remove(slots)
         self._home[slots] = 0
 
-    def evict(self, count: int, operations: Operations) -> Slots:
+    def evict(self, count: int, may_go: MayGo) -> Slots:
         victims: list[Slots] = []
         small_target = self._slots // 10
         looks_left = max(self._LOOKS_MIN, self._LOOKS_PER_VICTIM * count)
@@ -184,22 +187,25 @@ class S3FIFOPolicy:
             if self._small_count and (over >= 0 or not self._main_count):
                 # With the small queue below its share and the main one empty, all may go.
                 most = over + 1 if over >= 0 else count
-                gone = self._pass(self._SMALL, min(count, most), operations, 1)
+                gone = self._pass(self._SMALL, min(count, most), may_go, 1)
                 self._ghost.remember(self._hashes.take(gone))
             else:
                 uses_allowed = 0 if looks_left > 0 else self._USES_MAX
                 looks_left -= count
-                gone = self._pass(self._MAIN, count, operations, uses_allowed)
+                gone = self._pass(self._MAIN, count, may_go, uses_allowed)
             count -= len(gone)
             self._home[gone] = 0
             victims.append(gone)
         return _joined(victims)
 
+    def aside(self) -> Slots:
+        return _numbers(self._aside)
+
     def unblock(self, slots: Slots) -> None:
-        if self._aside:
-            returning = [slot for slot in slots.tolist() if slot in self._aside]
-            self._aside.difference_update(returning)
-            back = np.array(returning[::-1], dtype=np.int32)
+        returning = slots[self._aside.take(slots)]
+        if len(returning):
+            self._aside[returning] = False
+            back = returning[::-1]
             small = self._home.take(back) == self._SMALL
             self._push(self._SMALL, back[small])
             self._push(self._MAIN, back[~small])
@@ -210,6 +216,7 @@ class S3FIFOPolicy:
         self._home = resized(self._home, slots)
         self._uses = resized(self._uses, slots)
         self._hashes = resized(self._hashes, slots)
+        self._aside = resized(self._aside, slots)
         self._slots = slots
         self._ghost = GhostTable(self._ghost_keys(slots))
 
@@ -217,18 +224,18 @@ class S3FIFOPolicy:
         self._small.clear()
         self._main.clear()
         self._home.fill(0)
-        self._aside.clear()
+        self._aside.fill(False)
         self._small_count = self._main_count = 0
 
     def order(self) -> tuple[Slots, Slots]:
         """The small and the main queue, oldest first, without slots set aside. O(slots)."""
         return self._small.ordered(), self._main.ordered()
 
-    def _pass(self, source: int, count: int, operations: Operations, uses_allowed: int) -> Slots:
+    def _pass(self, source: int, count: int, may_go: MayGo, uses_allowed: int) -> Slots:
         """Take up to ``count`` from the old end of a queue; return those to be given up.
 
-        Those used more than ``uses_allowed`` times go to the young end of the main queue, those in
-        use are set aside.
+        Those used more than ``uses_allowed`` times go to the young end of the main queue, those
+        that may not go are set aside.
         """
         if source == self._SMALL:
             slots = self._small.pop(count)
@@ -237,10 +244,10 @@ class S3FIFOPolicy:
             slots = self._main.pop(count)
             self._main_count -= len(slots)
         require(len(slots), "a queue that counts slots has none")
-        in_use = operations.take(slots) != 0
-        if np.count_nonzero(in_use):
-            self._aside.update(slots[in_use].tolist())
-            slots = slots[~in_use]
+        going = may_go(slots)
+        if np.count_nonzero(going) < len(slots):
+            self._aside[slots[~going]] = True
+            slots = slots[going]
         uses = self._uses.take(slots)
         stays = uses > uses_allowed
         if np.count_nonzero(stays):
@@ -474,6 +481,11 @@ def make_admission_policy(
     if write_budget_bytes:
         policies.append(WriteBudget(write_budget_bytes, block_bytes, clock=clock))
     return AdmitIfAll(policies) if policies else AdmitAll()
+
+
+def _numbers(mask: Mask) -> Slots:
+    slots: Slots = mask.nonzero()[0].astype(np.int32)
+    return slots
 
 
 def _joined(parts: list[Slots]) -> Slots:

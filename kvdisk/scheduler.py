@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +27,7 @@ from kvdisk.clears import Clears
 from kvdisk.config import TierConfig
 from kvdisk.errors import ConfigError
 from kvdisk.key_index import ABSENT, KEY_BYTES_MAX, KeyBatch
+from kvdisk.memory import SCHEDULER_BYTES_PER_SLOT, require_slot_memory
 from kvdisk.messages import Clear, PathState, RankOpened, RankReport, RankResult, Transfer
 from kvdisk.metrics import TierCounters
 from kvdisk.open_transfers import OpenTransfer, OpenTransfers, TierResult
@@ -36,8 +36,6 @@ from kvdisk.placement import Placement
 from kvdisk.policy import AdmitAll, make_admission_policy, make_eviction_policy
 from kvdisk.slots import SlotAllocator, SlotCounts
 from kvdisk.transfer import Direction, RowStatus, stored_key
-
-_SUSPICIOUS_KEYS: Final = 1000  # stored and asked for, without one hit: something is wrong
 
 _log = logging.getLogger("kvdisk")
 
@@ -59,8 +57,14 @@ class TierScheduler:
             raise ConfigError(f"world_size={world_size}: there is at least one rank.")
         self.placement = Placement.of(config, block_bytes, world_size)
         slots = self.placement.slot_count
-        policy = make_eviction_policy(config.eviction, slots)
-        self._allocator = SlotAllocator(slots, policy, tell_removed=tell_removed)
+        require_slot_memory(slots, SCHEDULER_BYTES_PER_SLOT[config.eviction])
+        self._allocator = SlotAllocator(
+            slots,
+            make_eviction_policy(config.eviction, slots),
+            path_count=self.placement.path_count,
+            path_of=self.placement.path_of,
+            tell_removed=tell_removed,
+        )
         self._admission = make_admission_policy(
             config.admission,
             slots,
@@ -76,7 +80,6 @@ class TierScheduler:
         self._up = {direction: np.ones(self.placement.path_count, bool) for direction in Direction}
         self._all_load = True  # no path sits out for loads
         self._open = OpenTransfers(world_size)
-        self._withheld: dict[int, list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]] = {}
         self._clears = Clears()
         self._finished: list[TierResult] = []
         self._source_free: list[int] = []
@@ -330,10 +333,10 @@ class TierScheduler:
     ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """Rows to be stored, their slots and tickets; ``statuses`` gets the others' outcome."""
         nothing = np.empty(0, np.intp), np.empty(0, np.int32), np.empty(0, np.int64)
-        up = self._up[Direction.STORE]
-        if not self.ready or not up.any():
+        if not self.ready or not self._up[Direction.STORE].any():
             self._counters.refused("paused", len(batch))
             return nothing
+        self._forget_unreadable(batch)
         admitted = np.arange(len(batch))
         if not isinstance(self._admission, AdmitAll):
             absent = np.flatnonzero(self._allocator.find(batch) == ABSENT)
@@ -351,19 +354,15 @@ class TierScheduler:
             statuses[admitted[here]] = np.where(resident, RowStatus.OK, RowStatus.BUSY)
             self._counters.blocks_already_there += here.size
         rows, slots, tickets = admitted[allocation.rows], allocation.slots, allocation.tickets
-        if not up.all() and len(rows):
-            takes_part = up[self.placement.path_of(slots)]
-            self._withhold(slots[~takes_part], tickets[~takes_part])
-            rows, slots, tickets = rows[takes_part], slots[takes_part], tickets[takes_part]
         self._admission.charge(len(rows))
         return rows, slots, tickets
 
-    def _withhold(self, slots: npt.NDArray[np.int32], tickets: npt.NDArray[np.int64]) -> None:
-        """Keep slots of paths that sit out from being handed out again and again."""
-        self._counters.refused("paused", len(slots))
-        self._allocator.quarantine(slots, tickets)
-        for path, positions in self.placement.split(slots):
-            self._withheld.setdefault(path, []).append((slots[positions], tickets[positions]))
+    def _forget_unreadable(self, batch: KeyBatch) -> None:
+        """What lies on a disk that serves no loads is worth storing again on another."""
+        if not self._all_load:
+            present = self._allocator.find(batch) != ABSENT
+            lost = np.flatnonzero(present & ~self._readable(batch))
+            self._allocator.drop(batch.pick(lost))
 
     def _begin(
         self,
@@ -450,23 +449,16 @@ class TierScheduler:
         self._up[Direction.LOAD] = np.array([state.loads for state in states])
         self._all_load = all(state.loads for state in states)
         self._up[Direction.STORE] = np.array([state.stores for state in states])
-        for path in [path for path in self._withheld if states[path].stores]:
-            for slots, tickets in self._withheld.pop(path):
-                self._allocator.release(slots, tickets)
+        self._allocator.set_open(self._up[Direction.STORE])
 
     def _suspect(self) -> None:
         """Much stored, much asked for, nothing ever found: say so, once."""
         if self._suspicion_told or self._counters.hits_found or self._counters.restored:
             return
-        stored, asked = self._counters.blocks_stored, self._counters.keys_looked_up
-        if stored >= _SUSPICIOUS_KEYS and asked >= _SUSPICIOUS_KEYS:
+        suspicion = self._counters.suspicion()
+        if suspicion is not None:
             self._suspicion_told = True
-            _log.warning(
-                "%d blocks were stored and %d keys looked up, and not one was found: are keys made "
-                "the same way in every process (hash seed, tokens of a block)?",
-                stored,
-                asked,
-            )
+            _log.warning("%s", suspicion)
 
 
 def _encode(keys: Sequence[bytes]) -> KeyBatch:

@@ -3,14 +3,21 @@
 Knows no keys and no order of eviction; ``slots.py`` joins it with those. All changes of state are
 made here, so the counters cannot drift: a change and its counting are the same statement.
 
+The slots lie on one or several paths. One that is closed takes no stores: its free slots are
+withheld, and its resident ones keep their keys, but may not be given up for room.
+
 What always holds:
-    * free + used + quarantined = total.
-    * ``operations[slot]`` is 0 exactly for free slots and for resident ones that nothing uses.
+    * free + withheld + used + quarantined = total.
+    * ``operations[slot]`` is 0 exactly for free and withheld slots, and for resident ones that
+      nothing uses.
+    * On closed paths nothing is free, on open ones nothing withheld.
     * A slot is handed out under a new ticket each time; tickets grow and are never reused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
@@ -22,6 +29,7 @@ from kvdisk.key_index import ABSENT, Mask, Slots, Where, require
 from kvdisk.slot_queue import resized
 
 Tickets = npt.NDArray[np.int64]
+PathOf = Callable[[Slots], npt.NDArray[np.integer]]
 States = npt.NDArray[np.uint8]
 
 
@@ -32,19 +40,48 @@ class SlotState(IntEnum):
     RESIDENT = 3  # has a key, readable
     RETIRED = 4  # was resident, its key was dropped while loads used it
     QUARANTINED = 5  # an operation on it timed out and may still happen
+    WITHHELD = 6  # as free, but on a path that is closed
 
 
 # Plain numbers: numpy looks for array attributes on every operand, and enum members are slow there.
-FREE, STORING, ABANDONED, RESIDENT, RETIRED, QUARANTINED = map(int, SlotState)
+FREE, STORING, ABANDONED, RESIDENT, RETIRED, QUARANTINED, WITHHELD = map(int, SlotState)
 _AFTER_DROP: Final = np.array(
-    [FREE, ABANDONED, ABANDONED, RETIRED, RETIRED, QUARANTINED], dtype=np.uint8
+    [FREE, ABANDONED, ABANDONED, RETIRED, RETIRED, QUARANTINED, WITHHELD], dtype=np.uint8
 )
+
+
+@dataclass(frozen=True)
+class SlotCounts:
+    """Slots by state. ``pinned`` is the part of ``resident`` that loads use; ``withheld`` hold
+    nothing, on paths that take no stores now.
+
+    ``refused``, ``evicted`` and ``stale`` count since construction: calls without room, keys given
+    up for room, results that came with an outdated ticket.
+    """
+
+    total: int
+    free: int
+    storing: int
+    abandoned: int
+    resident: int
+    pinned: int
+    retired: int
+    quarantined: int
+    withheld: int
+    refused: int
+    evicted: int
+    stale: int
+
+    @property
+    def used(self) -> int:
+        """Slots that have a key or that an operation in time uses."""
+        return self.storing + self.abandoned + self.resident + self.retired
 
 
 class SlotTable:
     """States of ``slots`` slots. 17 bytes a slot, with the free ones."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, path_count: int = 1, path_of: PathOf = np.zeros_like) -> None:
         require(0 < slots < 1 << 31, f"slots must be in 1 .. 2**31 - 1, not {slots}")
         self.total = slots
         self.free = FreeSlots(slots)
@@ -55,12 +92,39 @@ class SlotTable:
         self.next_ticket = 1
         self.count = [0] * len(SlotState)
         self.count[FREE] = slots
-        self.evictable = 0  # resident, used by nothing
+        self._path_count = path_count
+        self._path_of = path_of
+        self._open: Mask = np.ones(path_count, dtype=np.bool_)
+        self._all_open = True
+        self._idle = [0] * path_count  # of each path: resident, used by nothing
+
+    @property
+    def idle(self) -> int:
+        """How many slots are resident and used by nothing."""
+        return sum(self._idle)
+
+    @property
+    def evictable(self) -> int:
+        """How many of those may be given up."""
+        if self._all_open:
+            return sum(self._idle)
+        return sum(idle for idle, is_open in zip(self._idle, self._open, strict=True) if is_open)
 
     def resident(self, slots: Slots) -> Mask:
         """Which of ``slots`` are readable; ``ABSENT`` is not."""
         mask: Mask = self.state.take(slots) == RESIDENT
         return mask
+
+    def vacant(self, slots: npt.NDArray[np.integer]) -> Mask:
+        """Which of ``slots`` are free or withheld."""
+        state = self.state.take(slots)
+        mask: Mask = (state == FREE) | (state == WITHHELD)
+        return mask
+
+    def may_go(self, slots: Slots) -> Mask:
+        """Which of ``slots``, resident ones, may be given up for room."""
+        mask: Mask = self.operations.take(slots) == 0
+        return mask if self._all_open else mask & self._open[self._path_of(slots)]
 
     def current(self, slots: Slots, tickets: Tickets) -> Mask:
         """Which slots still are what the ticket says.
@@ -99,14 +163,16 @@ class SlotTable:
         self.state[slots] = RESIDENT
         self.operations[slots] = 0
         self._move(len(slots), STORING, RESIDENT)
-        self.evictable += len(slots)
+        self._count_idle(slots, 1)
 
     def restore(self, slots: Slots) -> None:
-        """Free → resident, the last of ``slots`` under the oldest ticket. Then rebuild_free."""
+        """Vacant → resident, the last of ``slots`` under the oldest ticket. Then rebuild_free."""
+        free = int(np.count_nonzero(self.state.take(slots) == FREE))
+        self._move(free, FREE, RESIDENT)
+        self._move(len(slots) - free, WITHHELD, RESIDENT)
         self.state[slots] = RESIDENT
         self.ticket[slots] = self._new_tickets(len(slots))[::-1]
-        self._move(len(slots), FREE, RESIDENT)
-        self.evictable += len(slots)
+        self._count_idle(slots, 1)
 
     def drop(self, slots: Slots) -> None:
         """Distinct storing or resident slots lose their key; free are those that nothing uses."""
@@ -116,23 +182,23 @@ class SlotTable:
         storing = int(np.count_nonzero(state == STORING))
         self._move(storing, STORING, ABANDONED)
         self._move(len(slots) - storing, RESIDENT, RETIRED)
-        self.evictable -= len(idle)
+        self._count_idle(idle, -1)
         self.set_free(idle, RETIRED)
 
     def evict(self, slots: Slots) -> None:
         """Resident and used by nothing → free."""
         require(
             np.count_nonzero(self.resident(slots)) == len(slots)
-            and not np.count_nonzero(self.operations.take(slots)),
+            and np.count_nonzero(self.may_go(slots)) == len(slots),
             "the policy gave up a slot in use",
         )
-        self.evictable -= len(slots)
+        self._count_idle(slots, -1)
         self.set_free(slots, RESIDENT)
 
     def begin_operations(self, slots: Slots, *, distinct: bool) -> None:
         """One operation more for each row of resident ``slots``."""
         idle = slots[self.operations.take(slots) == 0]
-        self.evictable -= len(idle) if distinct else len(np.unique(idle))
+        self._count_idle(idle if distinct else np.unique(idle), -1)
         np.add.at(self.operations, slots, 1)
 
     def end_operations(self, slots: Slots) -> Slots:
@@ -149,7 +215,7 @@ class SlotTable:
         if len(ready) < len(idle):
             for was in (RETIRED, QUARANTINED):
                 self.set_free(np.unique(idle[state == was]), was)
-        self.evictable += len(ready)
+        self._count_idle(ready, 1)
         return ready
 
     def end_abandoned(self, slots: Slots) -> None:
@@ -165,7 +231,27 @@ class SlotTable:
             self.state[part] = QUARANTINED
             self._move(len(part), was, QUARANTINED)
 
+    def set_open(self, paths: Mask) -> bool:
+        """Which paths take stores from now on; whether one does that did not. O(slots)."""
+        before, self._open = self._open, paths.copy()
+        self._all_open = bool(paths.all())
+        closing, opening = before & ~paths, paths & ~before
+        if closing.any():
+            gone = self.free.remove(closing[self._path_of(self.free.view())])
+            self.state[gone] = WITHHELD
+            self._move(len(gone), FREE, WITHHELD)
+        if opening.any():
+            back = _numbers(self.state[: self.total] == WITHHELD)
+            self.set_free(back[opening[self._path_of(back)]], WITHHELD)
+        return bool(opening.any())
+
     def set_free(self, slots: Slots, was: int) -> None:
+        """Nothing uses ``slots`` any more; those on closed paths are withheld."""
+        if not self._all_open:
+            is_open = self._open[self._path_of(slots)]
+            withheld, slots = slots[~is_open], slots[is_open]
+            self.state[withheld] = WITHHELD
+            self._move(len(withheld), was, WITHHELD)
         self.state[slots] = FREE
         self._move(len(slots), was, FREE)
         self.free.add(slots)
@@ -175,7 +261,9 @@ class SlotTable:
         self.free.reset(self.total, _numbers(self.state[: self.total] == FREE))
 
     def resize(self, slots: int) -> None:
-        """Slots beyond must be free. O(slots)."""
+        """Slots beyond must be vacant. O(slots)."""
+        closed = ~self._open
+        self.set_open(np.ones_like(closed))
         self.state = resized(self.state[: self.total], slots + 1)
         self.state[slots] = FREE
         self.operations = resized(self.operations, slots)
@@ -183,6 +271,7 @@ class SlotTable:
         self.count[FREE] += slots - self.total
         self.total = slots
         self.rebuild_free()
+        self.set_open(~closed)
 
     def assert_sums(self, keys: int) -> None:
         """O(1): counters, free slots and the number of keys agree."""
@@ -192,10 +281,11 @@ class SlotTable:
             and min(count) >= 0
             and count[FREE] == len(self.free)
             and count[STORING] + count[RESIDENT] == keys
-            and 0 <= self.evictable <= count[RESIDENT]
+            and min(self._idle) >= 0
+            and sum(self._idle) <= count[RESIDENT]
         ):
             raise AssertionError(
-                f"slots do not add up: {count} of {self.total}, {self.evictable} evictable, "
+                f"slots do not add up: {count} of {self.total}, {self._idle} idle, "
                 f"{len(self.free)} free, {keys} keys"
             )
 
@@ -207,11 +297,16 @@ class SlotTable:
         require(self.state[ABSENT] == FREE, "the state that stands for absent changed")
         idle = self.operations == 0
         require(
-            np.array_equal(idle, (state == FREE) | ((state == RESIDENT) & idle)),
-            "a free slot is used, or one that is neither free nor resident is used by nothing",
+            np.array_equal(
+                idle, (state == FREE) | (state == WITHHELD) | ((state == RESIDENT) & idle)
+            ),
+            "a free slot is used, or one that is neither vacant nor resident is used by nothing",
         )
-        evictable = int(np.count_nonzero(idle & (state == RESIDENT)))
-        require(evictable == self.evictable, f"{evictable} evictable, counted {self.evictable}")
+        per_path = self._per_path(_numbers(idle & (state == RESIDENT)))
+        require(per_path == self._idle, f"{per_path} idle, counted {self._idle}")
+        for vacant, is_open in ((FREE, True), (WITHHELD, False)):
+            paths = self._path_of(_numbers(state == vacant))
+            require(bool((self._open[paths] == is_open).all()), "free on a closed path, or reverse")
         free = np.sort(self.free.view())
         require(np.array_equal(free, (state == FREE).nonzero()[0]), "the free slots differ")
         require(not self.ticket.size or self.ticket.max() < self.next_ticket, "a ticket to come")
@@ -220,6 +315,17 @@ class SlotTable:
         first = self.next_ticket
         self.next_ticket += count
         return np.arange(first, first + count)
+
+    def _count_idle(self, slots: Slots, each: int) -> None:
+        if self._path_count == 1:
+            self._idle[0] += each * len(slots)
+        elif len(slots):
+            for path, count in enumerate(self._per_path(slots)):
+                self._idle[path] += each * count
+
+    def _per_path(self, slots: Slots) -> list[int]:
+        counts: list[int] = np.bincount(self._path_of(slots), minlength=self._path_count).tolist()
+        return counts
 
     def _move(self, slots: int, source: int, target: int) -> None:
         self.count[source] -= slots

@@ -10,10 +10,13 @@ A slot's life::
                           │ commit failed ▶ free   │
     key dropped:       abandoned ──commit──▶ free   retired ──last unpin──▶ free
     timed out, from any of the four in use: quarantined ──release──▶ free
+    free, on a path that takes no stores: withheld ──path takes stores again──▶ free
 
 What always holds, asserted at every call that changes something:
-    * free + used + quarantined = total, and the structures that hold free slots and keys agree.
-    * Only a resident slot is readable. Only a resident slot that nothing uses is given up.
+    * free + withheld + used + quarantined = total, and the structures that hold free slots and keys
+      agree.
+    * Only a resident slot is readable. Only a resident slot that nothing uses is given up, and only
+      where a store can then take it.
     * A slot that an operation uses is never handed out: a store, every pin and every timed-out
       operation counts, and the slot is free only at zero.
     * A result counts only with the ticket of its allocation. Tickets are never reused, so a late
@@ -24,7 +27,6 @@ What always holds, asserted at every call that changes something:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -39,6 +41,9 @@ from kvdisk.slot_table import (
     RESIDENT,
     RETIRED,
     STORING,
+    WITHHELD,
+    PathOf,
+    SlotCounts,
     SlotState,
     SlotTable,
     Tickets,
@@ -54,32 +59,6 @@ _RECLAIM_SHARE: Final = 512
 _RESTORE_BATCH: Final = 1 << 16
 _ABSENT: Final = np.int32(ABSENT)
 _NO_SLOTS: Final[Slots] = np.empty(0, dtype=np.int32)
-
-
-@dataclass(frozen=True)
-class SlotCounts:
-    """Slots by state. ``pinned`` is the part of ``resident`` that loads use.
-
-    ``refused``, ``evicted`` and ``stale`` count since construction: calls without room, keys given
-    up for room, results that came with an outdated ticket.
-    """
-
-    total: int
-    free: int
-    storing: int
-    abandoned: int
-    resident: int
-    pinned: int
-    retired: int
-    quarantined: int
-    refused: int
-    evicted: int
-    stale: int
-
-    @property
-    def used(self) -> int:
-        """Slots that have a key or that an operation in time uses."""
-        return self.storing + self.abandoned + self.resident + self.retired
 
 
 class Allocation(NamedTuple):
@@ -117,13 +96,20 @@ class SlotAllocator:
     """
 
     def __init__(
-        self, slots: int, policy: EvictionPolicy | None = None, *, tell_removed: bool = False
+        self,
+        slots: int,
+        policy: EvictionPolicy | None = None,
+        *,
+        path_count: int = 1,
+        path_of: PathOf = np.zeros_like,
+        tell_removed: bool = False,
     ) -> None:
         """``policy`` must have been made for ``slots`` slots; LRU when there is none.
 
+        ``path_of`` says on which of ``path_count`` paths slots lie: see ``set_open``.
         ``tell_removed`` keeps the keys that leave until ``take_removed``.
         """
-        self._table = SlotTable(slots)
+        self._table = SlotTable(slots, path_count, path_of)
         self._index = KeyIndex(slots, tell_removed=tell_removed)
         self._policy: EvictionPolicy = LRUPolicy(slots) if policy is None else policy
         self._refused = 0
@@ -170,9 +156,10 @@ class SlotAllocator:
             storing=count[STORING],
             abandoned=count[ABANDONED],
             resident=count[RESIDENT],
-            pinned=count[RESIDENT] - self._table.evictable,
+            pinned=count[RESIDENT] - self._table.idle,
             retired=count[RETIRED],
             quarantined=count[QUARANTINED],
+            withheld=count[WITHHELD],
             refused=self._refused,
             evicted=self._evicted,
             stale=self._stale,
@@ -339,6 +326,16 @@ class SlotAllocator:
 
     # Everything at once.
 
+    def set_open(self, paths: Mask) -> None:
+        """Which paths take stores from now on; all do at first. O(slots).
+
+        Slots of the others are not handed out, and their keys are not given up to make room there.
+        """
+        if self._table.set_open(paths):
+            aside = self._policy.aside()
+            self._policy.unblock(aside[self._table.resident(aside) & self._table.may_go(aside)])
+        self._table.assert_sums(len(self._index))
+
     def clear(self) -> None:
         """Forget all keys. Slots that something uses become free as it ends. O(slots)."""
         slots = self._table.with_key()
@@ -362,7 +359,7 @@ class SlotAllocator:
         numbers = slots.astype(np.int64)
         usable = (numbers >= 0) & (numbers < len(self))
         numbers[~usable] = ABSENT
-        usable &= self._table.state.take(numbers) == FREE
+        usable &= self._table.vacant(numbers)
         rows = usable.nonzero()[0]
         rows = rows.take(sequences.take(rows).argsort())
         latest = np.empty(len(self), dtype=np.intp)  # row of a slot
@@ -414,13 +411,13 @@ class SlotAllocator:
         path = np.concatenate([found, before])
         path = path[path != ABSENT]
         safe = np.unique(path) if len(path) else _NO_SLOTS
-        idle = safe[table.resident(safe) & (table.operations.take(safe) == 0)]
+        idle = safe[table.resident(safe) & table.may_go(safe)]
         available = table.evictable - len(idle)
         if missing > available:
             return False
         batch = min(_RECLAIM_BATCH, table.total // _RECLAIM_SHARE)
         table.operations[safe] += 1
-        victims = self._policy.evict(min(max(missing, batch), available), table.operations)
+        victims = self._policy.evict(min(max(missing, batch), available), table.may_go)
         table.operations[safe] -= 1
         self._policy.unblock(idle)
         require(len(victims) >= missing, "the policy found fewer victims than there are")

@@ -53,6 +53,7 @@ class ModelSlot:
 @dataclass
 class Model:
     total: int
+    open: list[bool] = field(default_factory=lambda: [True, True])  # slots take turns on two paths
     slots: dict[int, ModelSlot] = field(default_factory=dict)  # those not free
     stale: int = 0
 
@@ -75,7 +76,12 @@ class Model:
 
     @property
     def evictable(self) -> set[int]:
-        return {n for n, slot in self.slots.items() if slot.resident and not slot.operations}
+        idle = {n for n, slot in self.slots.items() if slot.resident and not slot.operations}
+        return {n for n in idle if self.open[n % 2]}
+
+    def vacant(self, is_open: bool) -> int:
+        numbers = set(range(self.total)) - self.slots.keys()
+        return sum(self.open[n % 2] == is_open for n in numbers)
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -83,7 +89,9 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @initialize(total=st.integers(1, 12))
     def open(self, total: int) -> None:
-        self.allocator = SlotAllocator(total, make_eviction_policy(self.policy, total))
+        self.allocator = SlotAllocator(
+            total, make_eviction_policy(self.policy, total), path_count=2, path_of=lambda s: s % 2
+        )
         self.model = Model(total)
         self.stores: list[tuple[int, int]] = []  # slot, ticket
         self.loads: list[tuple[int, int]] = []
@@ -112,7 +120,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         before = KEYS[max(0, first - prefix) : first]
         new = [key for key in dict.fromkeys(keys) if model.find(key) is None]
         present = {model.find(key) for key in keys + before} - {None}
-        missing = len(new) - (model.total - len(model.slots))
+        missing = len(new) - model.vacant(True)
         refused = missing > len(model.evictable - present)
 
         allocation = self.allocator.allocate(KeyBatch(keys) if encoded else keys, before)
@@ -132,6 +140,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         ):
             assert slot not in model.slots
             assert 0 <= slot < model.total
+            assert model.open[slot % 2]
             assert ticket not in self.tickets_seen
             self.tickets_seen.add(ticket)
             model.slots[slot] = ModelSlot(ticket, key, storing=True)
@@ -247,6 +256,11 @@ class AllocatorMachine(RuleBasedStateMachine):
             getattr(self.allocator, how)(*self.columns([row]))
         self.model.stale += 1
 
+    @rule(first=st.booleans(), second=st.booleans())
+    def paths_open_or_close(self, first: bool, second: bool) -> None:
+        self.allocator.set_open(np.array([first, second]))
+        self.model.open = [first, second]
+
     @rule()
     def clear(self) -> None:
         self.allocator.clear()
@@ -305,11 +319,12 @@ class AllocatorMachine(RuleBasedStateMachine):
     def adds_up(self) -> None:
         model, counts = self.model, self.allocator.counts()
         self.allocator.check()
-        assert counts.free + counts.used + counts.quarantined == counts.total == model.total
-        assert counts.free == model.total - len(model.slots)
+        vacant = counts.free + counts.withheld
+        assert vacant + counts.used + counts.quarantined == counts.total == model.total
+        assert (counts.free, counts.withheld) == (model.vacant(True), model.vacant(False))
         states = [slot.state for slot in model.slots.values()]
         for state in SlotState:
-            if state != SlotState.FREE:
+            if state not in (SlotState.FREE, SlotState.WITHHELD):
                 assert getattr(counts, state.name.lower()) == states.count(state)
         assert counts.pinned == sum(s.resident and s.pins > 0 for s in model.slots.values())
         assert counts.stale == model.stale

@@ -125,7 +125,8 @@ class TierWorld:
             for rank in range(self.ranks):
                 self.step(rank)
             counts = self.scheduler.counts()
-            in_use = counts.total - counts.free - (counts.resident - counts.pinned)
+            idle = counts.resident - counts.pinned
+            in_use = counts.total - counts.free - counts.withheld - idle
             if not (self.scheduler.open_transfers or in_use):
                 break
         assert self.scheduler.open_transfers == 0, "a transfer never ended"

@@ -183,7 +183,8 @@ def test_a21_a_hundred_failing_stores_leak_nothing(tmp_path: Path) -> None:
                 statuses = rig.store(keys_of(range(8)))
                 assert OK not in statuses
                 assert rig.tier.stats().engine_sum("ring_free") == free, round_
-                assert rig.tier.stats().slots.free + rig.tier.stats().slots.quarantined == 64
+                slots = rig.tier.stats().slots
+                assert slots.free + slots.withheld == 64
         rounds_until(rig, clock, lambda: rig.tier.health().status == "ok")
         assert rig.tier.stats().slots.free == 64
         for first in range(0, 800, 8):

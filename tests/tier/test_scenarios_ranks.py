@@ -18,10 +18,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvdisk.messages import PathState, RankOpened, RankReport, RankResult, Transfer
+from kvdisk.messages import PathState, RankReport, Transfer
 from kvdisk.scheduler import TierScheduler
 from kvdisk.transfer import RowStatus
 from kvdisk.worker import TierWorker
+from tests.tier.by_hand import UP, opened, report
 from tests.tier.tier_rig import (
     KIB,
     PATIENCE_S,
@@ -36,7 +37,6 @@ from tests.tier.tier_rig import (
 
 OK, FAILED, TIMED_OUT = RowStatus.OK, RowStatus.FAILED, RowStatus.TIMED_OUT
 BLOCK_BYTES = 16 * KIB
-UP = PathState()
 
 
 class TestToldByHand:
@@ -47,14 +47,14 @@ class TestToldByHand:
         config = config_of([tmp_path], 64, BLOCK_BYTES, ranks=2)
         made = TierScheduler(config, BLOCK_BYTES, world_size=2)
         for rank in range(2):
-            assert made.attach(_opened(made, rank)) == (rank == 1)
+            assert made.attach(opened(made, rank)) == (rank == 1)
         return made
 
     def test_a10_nothing_is_there_before_every_rank_is(self, tmp_path: Path) -> None:
         config = config_of([tmp_path], 64, BLOCK_BYTES, ranks=2)
         scheduler = TierScheduler(config, BLOCK_BYTES, world_size=2)
         keys = keys_of(range(4))
-        scheduler.attach(_opened(scheduler, 0))
+        scheduler.attach(opened(scheduler, 0))
         assert not scheduler.ready
         assert len(scheduler.store(keys, range(4))) == 0
         assert scheduler.take_finished()[0].statuses.tolist() == [RowStatus.REFUSED] * 4
@@ -71,7 +71,7 @@ class TestToldByHand:
         statuses[failing][2] = FAILED
         for rank in (first, 1 - first):
             assert scheduler.lookup(keys) == 0, "not everybody has said so"
-            scheduler.apply(_report(rank, stored, statuses[rank], error=5))
+            scheduler.apply(report(rank, stored, statuses[rank], error=5))
         (result,) = scheduler.take_finished()
         assert result.statuses.tolist() == [OK, OK, FAILED, OK]
         assert result.errors.tolist() == [0, 0, 5, 0]
@@ -83,7 +83,7 @@ class TestToldByHand:
         statuses = [[OK] * 3, [OK] * 3]
         statuses[failing][0] = RowStatus.CORRUPT
         for rank in (first, 1 - first):
-            scheduler.apply(_report(rank, loading, statuses[rank]))
+            scheduler.apply(report(rank, loading, statuses[rank]))
         (result,) = scheduler.take_finished()
         assert result.statuses.tolist() == [RowStatus.CORRUPT, OK, OK]
         assert scheduler.counters.blocks_loaded == 2
@@ -103,8 +103,8 @@ class TestToldByHand:
         stored = scheduler.store([key], [0])
         slot = int(stored.slots[0])
         reports = [
-            _report(0, stored, [OK]),
-            _report(1, stored, [TIMED_OUT], quarantined=[True]),
+            report(0, stored, [OK]),
+            report(1, stored, [TIMED_OUT], quarantined=[True]),
             RankReport(1, released_slots=[slot]),
             RankReport(0, released_slots=[slot + 1]),  # of some other slot
         ]
@@ -123,7 +123,7 @@ class TestToldByHand:
         stored = scheduler.store(keys_of(0), [0])
         slot = int(stored.slots[0])
         for rank in (0, 1):
-            scheduler.apply(_report(rank, stored, [TIMED_OUT], quarantined=[True]))
+            scheduler.apply(report(rank, stored, [TIMED_OUT], quarantined=[True]))
         assert scheduler.counts().quarantined == 1
         scheduler.apply(RankReport(0, released_slots=[slot]))
         scheduler.apply(RankReport(0, released_slots=[slot]))  # twice by the same is not both
@@ -141,14 +141,30 @@ class TestToldByHand:
         keys = keys_of(range(2))
         stored = scheduler.store(keys, range(2))
         for rank in (0, 1):
-            scheduler.apply(_report(rank, stored, [OK, OK]))
+            scheduler.apply(report(rank, stored, [OK, OK]))
         loading = scheduler.load(keys, range(2))
-        scheduler.apply(_report(0, loading, [OK, OK]))
-        scheduler.apply(_report(1, loading, [FAILED, OK], error=number))
+        scheduler.apply(report(0, loading, [OK, OK]))
+        scheduler.apply(report(1, loading, [FAILED, OK], error=number))
         assert scheduler.take_finished()[1].statuses.tolist() == [FAILED, OK]
         assert scheduler.readable(keys).tolist() == [stays, True]
         assert scheduler.counts().pinned == 0
         assert scheduler.counters.misses == {"failed": 1}
+
+    def test_a22_a_copy_that_fails_costs_no_key(self, scheduler: TierScheduler) -> None:
+        """The block lies on the disk as well as before: a GPU's error is not the disk's."""
+        keys = keys_of(range(2))
+        stored = scheduler.store(keys, range(2))
+        for rank in (0, 1):
+            scheduler.apply(report(rank, stored, [OK, OK]))
+        loading = scheduler.load(keys, range(2))
+        scheduler.apply(report(0, loading, [OK, OK]))
+        scheduler.apply(report(1, loading, [RowStatus.COPY_FAILED, OK], error=errno.EIO))
+        (result,) = scheduler.take_finished()[1:]
+        assert result.statuses.tolist() == [RowStatus.COPY_FAILED, OK]
+        assert result.errors.tolist() == [errno.EIO, 0]
+        assert scheduler.lookup(keys) == 2
+        assert scheduler.counters.misses == {"copy_failed": 1}
+        assert scheduler.counters.errors == {("load", "EIO"): 1}
 
     def test_a5_odd_orders_are_counted_and_change_nothing(self, scheduler: TierScheduler) -> None:
         keys = keys_of(range(2))
@@ -156,15 +172,15 @@ class TestToldByHand:
         ghost = Transfer(
             999, stored.direction, keys, stored.slots, stored.block_ids, stored.positions
         )
-        scheduler.apply(_report(0, ghost, [OK, OK]))
+        scheduler.apply(report(0, ghost, [OK, OK]))
         scheduler.apply(RankReport(1, source_free=[999], released_slots=[3], cleared=[998]))
         assert scheduler.counters.unknown_results == 1
         assert scheduler.take_finished() == []
         assert scheduler.take_source_free() == []
         for rank in (0, 1):
-            scheduler.apply(_report(rank, stored, [OK, OK]))
+            scheduler.apply(report(rank, stored, [OK, OK]))
         assert scheduler.take_source_free() == [stored.id]
-        scheduler.apply(_report(0, stored, [FAILED, FAILED]))  # of what has ended
+        scheduler.apply(report(0, stored, [FAILED, FAILED]))  # of what has ended
         assert scheduler.counters.unknown_results == 2
         assert len(scheduler.take_finished()) == 1
         assert scheduler.lookup(keys) == 2
@@ -176,7 +192,7 @@ class TestToldByHand:
         keys = keys_of(range(2))
         stored = scheduler.store(keys, range(2))
         for _ in range(2):
-            scheduler.apply(_report(0, stored, [OK, OK]))
+            scheduler.apply(report(0, stored, [OK, OK]))
         assert scheduler.lookup(keys) == 0
         assert scheduler.take_source_free() == []
         assert scheduler.take_finished() == []
@@ -194,7 +210,7 @@ class TestToldByHand:
         for rank in (0, 1):
             scheduler.detach(rank)
         for rank in (0, 1):
-            scheduler.attach(_opened(scheduler, rank))
+            scheduler.attach(opened(scheduler, rank))
         assert scheduler.needs_clear
         assert not scheduler.ready
         assert not scheduler.cleared(lost.id)
@@ -212,7 +228,7 @@ class TestToldByHand:
         message = scheduler.clear()
         scheduler.apply(RankReport(0, cleared=[message.id]))
         scheduler.detach(1)  # its files have seen the clear, but nobody was told
-        scheduler.attach(replace(_opened(scheduler, 1), clears=message.number))
+        scheduler.attach(replace(opened(scheduler, 1), clears=message.number))
         assert scheduler.cleared(message.id)
         assert scheduler.ready
 
@@ -227,25 +243,50 @@ class TestToldByHand:
         rows = np.zeros((4, 64), dtype=np.uint8)
         rows[:, :16] = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(4, 16)
         for rank in (0, 1):
-            opened = replace(
-                _opened(scheduler, rank),
+            restored = replace(
+                opened(scheduler, rank),
                 restored_slots=np.arange(4),
                 restored_sequences=np.arange(4, dtype=np.uint64),
                 restored_keys=rows,
                 restored_key_lengths=np.full(4, 16, dtype=np.uint8),
                 clears=5,
             )
-            scheduler.attach(opened)
+            scheduler.attach(restored)
         assert scheduler.lookup(keys) == 0
         assert scheduler.needs_clear
         assert not scheduler.cleared(early.id)
         assert scheduler.clear().number == 6
 
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_a8_a_rank_started_again_amid_a_clear_has_missed_it(
+        self, scheduler: TierScheduler, first: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The message went to the process that died; nobody else will clear the new one's files."""
+        message = scheduler.clear()
+        if first == 0:  # the other rank is done before the new process is here, or after
+            scheduler.apply(RankReport(0, cleared=[message.id]))
+        scheduler.detach(1)
+        scheduler.attach(opened(scheduler, 1))
+        assert scheduler.needs_clear, "the engine is told at once, when it attaches the rank"
+        assert "missed a clear" in caplog.text
+        if first == 1:
+            scheduler.apply(RankReport(0, cleared=[message.id]))
+        assert not scheduler.ready
+        assert not scheduler.cleared(message.id)
+        again = scheduler.clear()
+        assert again.number > message.number
+        for rank in (0, 1):
+            scheduler.apply(RankReport(rank, cleared=[again.id]))
+        assert scheduler.ready
+        assert scheduler.cleared(message.id)
+        assert scheduler.cleared(again.id)
+        assert len(scheduler.store(keys_of(0), [0])) == 1
+
     def test_a_path_that_sits_out_in_one_rank_sits_out(self, scheduler: TierScheduler) -> None:
         keys = keys_of(range(4))
         stored = scheduler.store(keys, range(4))
         for rank in (0, 1):
-            scheduler.apply(_report(rank, stored, [OK] * 4))
+            scheduler.apply(report(rank, stored, [OK] * 4))
         scheduler.take_finished()
         down = PathState(loads=False, stores=False, reason="no answer")
         scheduler.apply(RankReport(1, paths=(down,)))
@@ -265,7 +306,7 @@ class TestToldByHand:
         config = config_of([tmp_path], 32, 32 * KIB, ranks=3)
         scheduler = TierScheduler(config, 32 * KIB, world_size=3)
         for rank in range(3):
-            scheduler.attach(_opened(scheduler, rank))
+            scheduler.attach(opened(scheduler, rank))
         waiting: list[list[RankReport]] = [[], [], []]
         ended = begun = 0
         keys = keys_of(range(48))
@@ -284,8 +325,8 @@ class TestToldByHand:
             if step % 100 == 0:
                 scheduler.check()
         for queue in waiting:
-            for report in queue:
-                scheduler.apply(report)
+            for each in queue:
+                scheduler.apply(each)
         ended += len(scheduler.take_finished())
         counts = scheduler.counts()
         assert (ended, scheduler.open_transfers) == (begun, 0)
@@ -294,49 +335,13 @@ class TestToldByHand:
         scheduler.check()
 
 
-def _opened(scheduler: TierScheduler, rank: int) -> RankOpened:
-    placement = scheduler.placement
-    nothing = np.zeros(0, dtype=np.int64)
-    return RankOpened(
-        rank=rank,
-        world_size=scheduler.world_size,
-        slot_bytes=placement.slot_bytes,
-        slot_count=placement.slot_count,
-        restored_slots=nothing,
-        restored_sequences=nothing.astype(np.uint64),
-        restored_keys=np.zeros((0, 64), dtype=np.uint8),
-        restored_key_lengths=nothing.astype(np.uint8),
-        clears=0,
-        paths=(UP,),
-        facts={},
-    )
-
-
-def _report(
-    rank: int,
-    transfer: Transfer,
-    statuses: Sequence[int],
-    *,
-    error: int = 0,
-    quarantined: Sequence[bool] | None = None,
-) -> RankReport:
-    rows = np.array(statuses, dtype=np.uint8)
-    result = RankResult(
-        transfer.id,
-        rows,
-        np.where(rows == FAILED, error, 0).astype(np.int32),
-        np.array(quarantined or [False] * len(rows), dtype=np.bool_),
-    )
-    return RankReport(rank, source_free=[transfer.id], results=[result])
-
-
 def _random_reports(chooser: random.Random, rank: int, transfer: Transfer) -> list[RankReport]:
     if not len(transfer):
         return []
     statuses = [chooser.choice([OK] * 12 + [FAILED, TIMED_OUT]) for _ in range(len(transfer))]
     held = [status is TIMED_OUT and chooser.random() < 0.7 for status in statuses]
     released = [int(s) for s, held_ in zip(transfer.slots, held, strict=True) if held_]
-    reports = [_report(rank, transfer, statuses, error=5, quarantined=held)]
+    reports = [report(rank, transfer, statuses, error=5, quarantined=held)]
     return reports + [RankReport(rank, released_slots=[slot]) for slot in released]
 
 
@@ -406,9 +411,9 @@ def test_a10_ranks_agree_on_the_prefix_after_one_has_lost_a_block(
     assert statuses == ok(8)
     ranks.close()
     slot = int(transfer.slots[5])
-    with open(ranks.directory / f"rank-1-of-2.{file}", "r+b") as opened:
-        opened.seek(slot * BLOCK_BYTES if file == "kv" else 4096 + slot * 128)
-        opened.write(bytes(128))
+    with open(ranks.directory / f"rank-1-of-2.{file}", "r+b") as damaged:
+        damaged.seek(slot * BLOCK_BYTES if file == "kv" else 4096 + slot * 128)
+        damaged.write(bytes(128))
     ranks = TwoRanks(tmp_path)
     if file == "kv":
         assert ranks.scheduler.lookup(keys) == 8
@@ -426,10 +431,10 @@ def test_a3_sixteen_blocks_of_which_two_are_damaged_in_rank_one(tmp_path: Path) 
     keys = keys_of(range(16))
     ranks = TwoRanks(tmp_path)
     transfer, _ = ranks.store(keys)
-    with open(ranks.directory / "rank-1-of-2.kv", "r+b") as opened:
+    with open(ranks.directory / "rank-1-of-2.kv", "r+b") as damaged:
         for row in (3, 11):
-            opened.seek(int(transfer.slots[row]) * BLOCK_BYTES + 100)
-            opened.write(b"\xff" * 64)
+            damaged.seek(int(transfer.slots[row]) * BLOCK_BYTES + 100)
+            damaged.write(b"\xff" * 64)
     statuses = ranks.load(keys)
     assert [row for row, status in enumerate(statuses) if status != OK] == [3, 11]
     assert ranks.scheduler.counters.blocks_loaded == 14

@@ -12,7 +12,7 @@ import pytest
 
 from kvdisk.config import TierConfig
 from kvdisk.errors import BusyError, ConfigError, DeviceError, KVDiskError, LayoutError
-from kvdisk.memory import memory_headroom
+from kvdisk.memory import memory_headroom, require_slot_memory
 
 GIB = 1024**3
 NEEDED: dict[str, object] = {"path": "/mnt/nvme/kv", "capacity": "200GiB"}
@@ -207,8 +207,18 @@ def test_a_request_above_the_control_group_is_refused(
         TierConfig.from_mapping({**NEEDED, "ring": "3GiB"}).check_memory(root)
 
 
+def test_slots_that_take_more_memory_than_there_is_are_refused(tmp_path: Path) -> None:
+    root = _machine(tmp_path, 8 * 1024**2, "", {})
+    require_slot_memory(32 << 20, 240, GIB // 2, root)
+    with pytest.raises(ConfigError, match=r"capacity.*67108864 slots.*15\.00 GiB.*8\.00 GiB"):
+        require_slot_memory(64 << 20, 240, 0, root)
+    with pytest.raises(ConfigError, match=r"beside 1\.00 GiB for the ring"):
+        require_slot_memory(32 << 20, 240, GIB, root)
+
+
 def test_a_system_that_tells_nothing_sets_no_limit(tmp_path: Path) -> None:
     assert memory_headroom(tmp_path) is None
+    require_slot_memory(1 << 30, 1 << 10, root=tmp_path)
     TierConfig.from_mapping({**NEEDED, "ring": "512GiB"}).check_memory(tmp_path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, deque
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -36,6 +37,11 @@ def hashes(*numbers: int) -> np.ndarray:
 
 def unused(count: int) -> np.ndarray:
     return np.zeros(count, dtype=np.int32)
+
+
+def idle(operations: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Only what no operation uses may go."""
+    return lambda slots: operations.take(slots) == 0
 
 
 def insert(policy: LRUPolicy | S3FIFOPolicy, *numbers: int) -> None:
@@ -114,7 +120,7 @@ class TestLRU:
         insert(policy, 0, 1, 2)
         insert(policy, 3, 4)
         policy.touch(slots(0, 1))
-        assert policy.evict(8, unused(8)).tolist() == [2, 4, 3, 1, 0]
+        assert policy.evict(8, idle(unused(8))).tolist() == [2, 4, 3, 1, 0]
 
     def test_no_block_outlives_a_block_before_it_when_calls_name_the_whole_prefix(self) -> None:
         """Random trees of prefixes: whatever is left is closed towards the root."""
@@ -134,7 +140,9 @@ class TestLRU:
                     policy.touch(slots(*path[: len(path) - len(new)]))
                 inside |= set(path)
                 if generator.random() < 0.4:
-                    inside -= set(policy.evict(generator.randrange(1, 8), unused(size)).tolist())
+                    inside -= set(
+                        policy.evict(generator.randrange(1, 8), idle(unused(size))).tolist()
+                    )
                     assert all(parent[node] < 0 or parent[node] in inside for node in inside)
 
     def test_equals_an_ordered_dict(self) -> None:
@@ -157,7 +165,7 @@ class TestLRU:
                 for slot in old:
                     del model[slot]
             else:
-                victims = policy.evict(len(batch), unused(64)).tolist()
+                victims = policy.evict(len(batch), idle(unused(64))).tolist()
                 assert victims == [model.popitem(last=False)[0] for _ in victims]
                 assert len(victims) == len(batch) or not model
             assert policy.order().tolist() == list(model)
@@ -172,7 +180,7 @@ class TestLRU:
         insert(policy, 299)
         assert policy.order().tolist() == [2, 1, 0, 299]
         policy.clear()
-        assert policy.evict(1, unused(300)).tolist() == []
+        assert policy.evict(1, idle(unused(300))).tolist() == []
 
 
 class TestStuckVictims:
@@ -182,12 +190,12 @@ class TestStuckVictims:
         for slot in range(6):
             insert(policy, slot)
         operations[[0, 2]] = 1
-        assert policy.evict(2, operations).tolist() == [1, 3]
-        assert sorted(policy.evict(8, operations).tolist()) == [4, 5]
+        assert policy.evict(2, idle(operations)).tolist() == [1, 3]
+        assert sorted(policy.evict(8, idle(operations)).tolist()) == [4, 5]
         operations[[0, 2]] = 0
-        assert policy.evict(8, operations).tolist() == [], "not told yet that they may go"
+        assert policy.evict(8, idle(operations)).tolist() == [], "not told yet that they may go"
         policy.unblock(slots(0, 2))
-        assert sorted(policy.evict(8, operations).tolist()) == [0, 2]
+        assert sorted(policy.evict(8, idle(operations)).tolist()) == [0, 2]
 
     @pytest.mark.parametrize("make", POLICIES)
     def test_stuck_victims_are_looked_at_once(
@@ -207,11 +215,11 @@ class TestStuckVictims:
             return popped
 
         monkeypatch.setattr(SlotQueue, "pop", counted)
-        assert len(policy.evict(10, operations)) == 10
+        assert len(policy.evict(10, idle(operations))) == 10
         assert stuck <= looked <= stuck + 10
         looked = 0
         for _ in range(100):
-            assert len(policy.evict(10, operations)) == 10
+            assert len(policy.evict(10, idle(operations))) == 10
         assert looked == 1000
 
     @pytest.mark.parametrize("make", POLICIES)
@@ -219,18 +227,18 @@ class TestStuckVictims:
         policy, operations = make(4), unused(4)
         insert(policy, 0, 1)
         operations[:] = 1
-        assert len(policy.evict(1, operations)) == 0
+        assert len(policy.evict(1, idle(operations))) == 0
         operations[:] = 0
         policy.remove(slots(0))
         policy.unblock(slots(0, 1))
-        assert policy.evict(4, operations).tolist() == [1]
+        assert policy.evict(4, idle(operations)).tolist() == [1]
         insert(policy, 2)
         operations[:] = 1
-        assert len(policy.evict(1, operations)) == 0
+        assert len(policy.evict(1, idle(operations))) == 0
         policy.clear()
         operations[:] = 0
         policy.unblock(slots(2))
-        assert policy.evict(4, operations).tolist() == []
+        assert policy.evict(4, idle(operations)).tolist() == []
 
 
 class ReferenceS3FIFO:
@@ -286,7 +294,7 @@ class TestS3FIFO:
                 reference.touch(slot_of[name])
                 continue
             if len(slot_of) == size:
-                (victim,) = policy.evict(1, unused(size)).tolist()
+                (victim,) = policy.evict(1, idle(unused(size))).tolist()
                 assert victim == reference.evict(names)
                 del slot_of[names.pop(victim)]
             slot = min(set(range(size)) - set(names))
@@ -310,7 +318,7 @@ class TestS3FIFO:
                 policy.touch(np.arange(50, dtype=np.int32))
             for name in range(50, 1050):
                 if len(held) == size:
-                    (slot,) = policy.evict(1, unused(size)).tolist()
+                    (slot,) = policy.evict(1, idle(unused(size))).tolist()
                     held = {n: s for n, s in held.items() if s != slot}
                 slot = min(set(range(size)) - set(held.values()))
                 held[name] = slot
@@ -326,7 +334,7 @@ class TestS3FIFO:
         everything = np.arange(size, dtype=np.int32)
         numbers = hashes(*range(size))
         policy.insert(everything, numbers)
-        policy.evict(size, unused(size))
+        policy.evict(size, idle(unused(size)))
         policy.insert(everything, numbers)  # known to the ghost: most go to the main queue
         assert len(policy.order()[1]) > size // 2
         for _ in range(3):
@@ -342,7 +350,7 @@ class TestS3FIFO:
 
         policy.remove(policy.order()[0])  # so that the main queue has to give
         monkeypatch.setattr(SlotQueue, "pop", counted)
-        assert len(policy.evict(8, unused(size))) == 8
+        assert len(policy.evict(8, idle(unused(size)))) == 8
         assert looked <= 4096 + 8 + 8
 
     def test_resize(self) -> None:
@@ -350,10 +358,10 @@ class TestS3FIFO:
         insert(policy, *range(30))
         policy.remove(slots(*range(20, 30)))
         policy.resize(20)
-        assert sorted(policy.evict(40, unused(20)).tolist()) == list(range(20))
+        assert sorted(policy.evict(40, idle(unused(20))).tolist()) == list(range(20))
         policy.resize(400)
         insert(policy, 399)
-        assert policy.evict(2, unused(400)).tolist() == [399]
+        assert policy.evict(2, idle(unused(400))).tolist() == [399]
 
 
 class TestGhost:

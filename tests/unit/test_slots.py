@@ -9,13 +9,14 @@ import gc
 import random
 import tracemalloc
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 from kvdisk.free_slots import run_count
 from kvdisk.key_index import ABSENT, KeyBatch
+from kvdisk.memory import SCHEDULER_BYTES_PER_SLOT
 from kvdisk.policy import LRUPolicy, make_eviction_policy
 from kvdisk.slots import Allocation, SlotAllocator, SlotState
 
@@ -246,8 +247,8 @@ class TestRoom:
 
     def test_a_policy_that_breaks_its_promise_is_caught(self) -> None:
         class Careless(LRUPolicy):
-            def evict(self, count: int, operations: np.ndarray) -> np.ndarray:
-                return super().evict(count, np.zeros_like(operations))
+            def evict(self, count: int, may_go: Callable[..., np.ndarray]) -> np.ndarray:
+                return super().evict(count, lambda slots: np.ones_like(slots, dtype=bool))
 
         allocator = SlotAllocator(2, Careless(2))
         allocator.allocate([b"storing"])
@@ -597,10 +598,10 @@ class TestEverything:
     def test_check_notices_a_drifted_counter(self) -> None:
         allocator = SlotAllocator(4)
         put(allocator, [b"a"])
-        allocator._table.evictable = 0
-        with pytest.raises(AssertionError, match="evictable"):
+        allocator._table._idle[0] = 0
+        with pytest.raises(AssertionError, match="idle"):
             allocator.check()
-        allocator._table.evictable = 1
+        allocator._table._idle[0] = 1
         allocator._table.count[SlotState.FREE] += 1
         with pytest.raises(AssertionError, match="add up"):
             allocator.allocate([b"b"])
@@ -647,7 +648,7 @@ class TestLargeTier:
 
     def test_bytes_a_slot(self) -> None:
         slots = 1 << 16
-        for policy, most in (("lru", 150), ("s3fifo", 215)):
+        for policy, most in SCHEDULER_BYTES_PER_SLOT.items():
             gc.collect()
             tracemalloc.start()
             allocator = SlotAllocator(slots, make_eviction_policy(policy, slots))
