@@ -3,6 +3,9 @@
 Opening, syncing and probing files can block for as long as a disk is in trouble, and nothing can
 stop them. Each ``Background`` has at most one such piece of work under way, on a thread that
 nobody ever waits for: it does not keep the process from ending either.
+
+What always holds: the outcome of a piece of work is taken once, by ``take``, by ``abandon``, or by
+what ``start`` was told to do with one that nobody will take.
 """
 
 from __future__ import annotations
@@ -34,13 +37,21 @@ class Background(Generic[Result]):
         self,
         work: Callable[[], Result],
         name: str,
-        if_abandoned: Callable[[Result | BaseException], None] | None = None,
-    ) -> None:
-        """``if_abandoned`` gets the outcome, on the same thread, when nobody will take it."""
+        unclaimed: Callable[[Result | BaseException], None] | None = None,
+    ) -> bool:
+        """Begin ``work``; False when the machine gives no thread for it: then nothing was begun.
+
+        ``unclaimed`` gets the outcome, on the work's thread, if ``abandon`` comes before it.
+        """
         assert not self._busy, "one piece of work at a time"
-        run = threading.Thread(target=self._run, args=(work, if_abandoned), name=name, daemon=True)
-        run.start()
+        try:
+            threading.Thread(
+                target=self._run, args=(work, unclaimed), name=name, daemon=True
+            ).start()
+        except (RuntimeError, MemoryError):  # pids.max, ulimit -u: says "can't start new thread"
+            return False
         self._busy = True
+        return True
 
     def take(self) -> Result | BaseException | None:
         """What the work returned or raised; None while it is under way, or there is none."""
@@ -52,7 +63,7 @@ class Background(Generic[Result]):
         return outcome
 
     def abandon(self) -> Result | BaseException | None:
-        """What has ended, as ``take``; nobody will take what has not, nor look at ``wake_fd``."""
+        """Like ``take``, for the last time: ``wake_fd`` is not touched any more."""
         with self._lock:
             self._abandoned = True
         return self.take()
@@ -60,7 +71,7 @@ class Background(Generic[Result]):
     def _run(
         self,
         work: Callable[[], Result],
-        if_abandoned: Callable[[Result | BaseException], None] | None,
+        unclaimed: Callable[[Result | BaseException], None] | None,
     ) -> None:
         try:
             outcome: Result | BaseException = work()
@@ -71,5 +82,5 @@ class Background(Generic[Result]):
                 self._ended.append(outcome)
                 os.eventfd_write(self._wake_fd, 1)
                 return
-        if if_abandoned is not None:
-            if_abandoned(outcome)
+        if unclaimed is not None:
+            unclaimed(outcome)

@@ -4,27 +4,33 @@ A disk in trouble is answered for at once, instead of letting requests run into 
 until a probe says that it is well (``path_health``). What opens, syncs or probes files while the
 tier is in service does so in the background.
 
-What always holds: every transfer that ``submit`` took ends exactly once in ``poll``, with its
-sources free no later, also when a clear replaces the engine or a hanging disk never answers.
+What always holds:
+    * Every transfer that ``submit`` took ends exactly once in ``poll``, with its sources free no
+      later, also when a clear replaces the engine or a hanging disk never answers.
+    * An engine that a clear has replaced is asked on until it owes nothing: a slot that its disk
+      still holds is released when the disk lets go.
+    * Nothing but ``close`` ends an engine or the file on the caller's thread, and what is opened in
+      the background while ``close`` runs is closed there.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvdisk.background import Background
 from kvdisk.config import TierConfig
-from kvdisk.errors import DeviceError, KVDiskError
+from kvdisk.errors import DeviceError
 from kvdisk.identity import Identity, open_namespace
 from kvdisk.layout import Layout
 from kvdisk.messages import Clear, PathState
@@ -36,8 +42,10 @@ from kvdisk.transfer import Direction, Events, RowStatus, TransferEngine, Transf
 
 _NS_PER_S: Final = 1_000_000_000
 _OPEN_ATTEMPTS: Final = 5
-_CLEAR_RETRY_S: Final = 1.0
+_RETRY_S: Final = 1.0
 _CLEAR_CLOSE_S: Final = 2.0
+_QUIET_SLACK_S: Final = 0.5
+_QUIET_LOOK_S: Final = 0.01
 _IDS_PER_ENGINE: Final = 1 << 40
 
 _log = logging.getLogger("kvdisk")
@@ -58,13 +66,63 @@ class _Cleared:
     engine: TransferEngine
 
 
+@dataclass(frozen=True)
+class _Ended:
+    """An engine that was replaced is closed."""
+
+
 @dataclass(eq=False)
 class _Sent:
-    """A transfer in the engine: what to say of it should the engine not."""
+    """A transfer in an engine: what to say of it should the engine not."""
 
     direction: Direction
-    rows: int
+    slots: npt.NDArray[np.int64]
     reads_source: bool
+
+
+@dataclass(eq=False)
+class _Generation:
+    """An engine and what it still owes. Its ids count from ``id_base`` in ours."""
+
+    engine: TransferEngine
+    id_base: int
+    sent: dict[int, _Sent] = field(default_factory=dict)  # by our id
+    held: set[int] = field(default_factory=set)  # slots told as quarantined
+
+    @property
+    def owes(self) -> bool:
+        return bool(self.sent or self.held)
+
+    def poll(self) -> Events:
+        """The engine's events under our ids."""
+        events = self.engine.poll()
+        free = [self.id_base + engine_id for engine_id in events.source_free]
+        for sent_id in free:
+            self.sent[sent_id].reads_source = False
+        finished = [
+            replace(each, transfer_id=self.id_base + each.transfer_id) for each in events.finished
+        ]
+        for result in finished:
+            slots = self.sent.pop(result.transfer_id).slots
+            self.held.update(slots[result.quarantined].tolist())
+        self.held.difference_update(events.released_slots)
+        return Events(free, finished, events.released_slots)
+
+    def give_up(self) -> Events:
+        """The end of transfers that the engine will not tell."""
+        free = [sent_id for sent_id, sent in self.sent.items() if sent.reads_source]
+        finished = [
+            TransferResult(
+                sent_id,
+                sent.direction,
+                np.full(len(sent.slots), RowStatus.TIMED_OUT, dtype=np.uint8),
+                np.zeros(len(sent.slots), dtype=np.int32),
+                np.zeros(len(sent.slots), dtype=np.bool_),
+            )
+            for sent_id, sent in self.sent.items()
+        ]
+        self.sent.clear()
+        return Events(free, finished, [])
 
 
 class DiskPath:
@@ -87,14 +145,14 @@ class DiskPath:
         self._open_engine = partial(
             TransferEngine.open, layout, file, config, direct_stores=direct_stores
         )
-        self.engine = self._open_engine()
-        self._background: Background[_Probed | _Cleared] = Background(wake_fd)
+        self._generations = [_Generation(self._open_engine(), 0)]  # the last is in use
+        self._background: Background[_Probed | _Cleared | _Ended] = Background(wake_fd)
+        self._in_background: Literal["", "probe", "clear", "end"] = ""
+        self._ending: _Generation | None = None  # that "end" is about
+        self._retry_s = -math.inf  # before it nothing but a probe is begun again
         self._health = PathHealth()
-        self._sent: dict[int, _Sent] = {}
-        self._id_base = 0  # ids of the present engine count from here
         self._untold = Events([], [], [])
         self._clears: list[Clear] = []  # asked for, not yet durable
-        self._clearing = False
         self._closing = False
 
     @classmethod
@@ -143,6 +201,16 @@ class DiskPath:
             raise
 
     @property
+    def engine(self) -> TransferEngine:
+        """The engine in use."""
+        return self._generations[-1].engine
+
+    @property
+    def engines(self) -> list[TransferEngine]:
+        """All that ``poll`` asks: the one in use, and those replaced that still owe something."""
+        return [each.engine for each in self._generations]
+
+    @property
     def directory(self) -> Path:
         return self.file.data_path.parent
 
@@ -188,20 +256,22 @@ class DiskPath:
             )
         if engine_id is None:
             return None
-        sent_id = self._id_base + engine_id
-        self._sent[sent_id] = _Sent(direction, len(keys), direction is Direction.STORE)
+        generation = self._generations[-1]
+        sent_id = generation.id_base + engine_id
+        generation.sent[sent_id] = _Sent(direction, slots, direction is Direction.STORE)
         return sent_id
 
     def cancel_waiting(self, sent_id: int) -> None:
         """End as refused what has not begun of a store; what has begun goes on."""
-        if not self._clearing and sent_id > self._id_base:
-            self.engine.cancel_waiting(sent_id - self._id_base)
+        generation = self._generations[-1]
+        if self._in_background != "clear" and sent_id > generation.id_base:
+            generation.engine.cancel_waiting(sent_id - generation.id_base)
 
     def poll(self, now_s: float) -> Events:
         """What has happened since the last call; never blocks."""
         events, self._untold = self._untold, Events([], [], [])
         if not self._closing:
-            events = _joined(events, self._note(self.engine.poll()))
+            events = _joined(events, *(each.poll() for each in self._generations))
         for result in events.finished:
             self._health.record(result, now_s)
         if events.released_slots:
@@ -219,7 +289,7 @@ class DiskPath:
             _log.info("%s was away during a clear: what it had is void", self.file.data_path)
             self.engine.close(0)
             self.file.bump_epoch(clears)
-            self.engine = self._open_engine()
+            self._generations = [_Generation(self._open_engine(), 0)]
 
     def clear(self, message: Clear) -> None:
         """Make everything stored so far unreadable; ``tend`` tells when that is durable.
@@ -233,29 +303,29 @@ class DiskPath:
 
         Returns the ids of the clears that are durable now.
         """
-        durable: list[int] = []
-        outcome = self._background.take()
-        if isinstance(outcome, _Probed):
-            self._health.probed(outcome.direction, outcome.error, now_s)
-        elif isinstance(outcome, _Cleared):
-            number = self.file.header.clears
-            durable = [each.id for each in self._clears if each.number <= number]
-            self._clears = [each for each in self._clears if each.number > number]
-            self._replace_engine(outcome)
-        elif isinstance(outcome, BaseException):
-            raise outcome  # the disk's own errors were dealt with where they came up
-        if self._background.busy:
+        durable = self._take_outcome(now_s)
+        self._generations = [
+            each
+            for each in self._generations
+            if each.owes or not each.engine.closed or each is self._generations[-1]
+        ]
+        if self._in_background:
             return durable
         due = self._health.probe_due(now_s)
-        if self._clears:
-            self._begin_clear()
+        if self._work_waits and now_s >= self._retry_s:
+            begun = self._begin_clear() if self._clears else self._begin_end()
+            if not begun:
+                self._retry_s = now_s + _RETRY_S
         elif due is not None:
             self._begin_probe(due, now_s)
         return durable
 
     def next_tend_s(self) -> float | None:
         """When ``tend`` has something to begin, if nothing else happens."""
-        return None if self._background.busy else self._health.next_probe_s()
+        if self._in_background:
+            return None
+        times = [self._health.next_probe_s(), self._retry_s if self._work_waits else None]
+        return min((each for each in times if each is not None), default=None)
 
     # --- ending it
 
@@ -264,59 +334,71 @@ class DiskPath:
 
         Returns how many I/Os a hanging disk forced to abandon.
         """
-        self._closing = True
-        ended = self._background.abandon()
-        if isinstance(ended, _Cleared):  # it ended just now: the new engine is ours to close
-            self._replace_engine(ended)
-        elif ended is not None:  # it failed: engine and file are ours again
-            self._clearing = False
-        abandoned = 1
-        if not self._clearing:  # else engine and file are in use by what hangs: left to it
-            abandoned = self.engine.close(timeout_s)
-            self._untold = _joined(self._untold, self._note(self.engine.poll()))
+        until = time.monotonic() + timeout_s
+        self._closing = True  # a clear that is tried again and again ends
+        outcome = self._background.abandon()
+        if outcome is not None:
+            self._settle(outcome)
+        ours = self._generations
+        if self._in_background == "clear":  # engine and file are in use there, and end there
+            ours = ours[:-1]
+        elif self._in_background == "end":
+            ours = [each for each in ours if each is not self._ending]
+        abandoned = int(len(ours) < len(self._generations))
+        for each in ours:
+            abandoned += each.engine.close(max(0.0, until - time.monotonic()))
+            self._untold = _joined(self._untold, each.poll())
+        if self._in_background != "clear":
             self.file.close()
-        self._untold = _joined(self._untold, self._give_up_sent())
+        self._untold = _joined(self._untold, *(each.give_up() for each in self._generations))
         return abandoned
 
     # --- steps of the above
 
-    def _note(self, events: Events) -> Events:
-        """The engine's events under our ids; afterwards ``_sent`` is up to date."""
-        base = self._id_base
-        free = [base + engine_id for engine_id in events.source_free]
-        for sent_id in free:
-            self._sent[sent_id].reads_source = False
-        finished = [replace(each, transfer_id=base + each.transfer_id) for each in events.finished]
-        for result in finished:
-            del self._sent[result.transfer_id]
-        return Events(free, finished, events.released_slots)
+    @property
+    def _work_waits(self) -> bool:
+        """There is something other than a probe to do in the background."""
+        return bool(self._clears) or any(not each.owes for each in self._generations[:-1])
 
-    def _give_up_sent(self) -> Events:
-        """The end of transfers that no engine will tell."""
-        free = [sent_id for sent_id, sent in self._sent.items() if sent.reads_source]
-        finished = [
-            TransferResult(
-                sent_id,
-                sent.direction,
-                np.full(sent.rows, RowStatus.TIMED_OUT, dtype=np.uint8),
-                np.zeros(sent.rows, dtype=np.int32),
-                np.zeros(sent.rows, dtype=np.bool_),
-            )
-            for sent_id, sent in self._sent.items()
-        ]
-        self._sent.clear()
-        return Events(free, finished, [])
+    def _take_outcome(self, now_s: float) -> list[int]:
+        """The ids of clears that are durable now, if a clear has ended in the background."""
+        outcome = self._background.take()
+        if outcome is None:
+            return []
+        if isinstance(outcome, _Probed):
+            self._health.probed(outcome.direction, outcome.error, now_s)
+        elif isinstance(outcome, BaseException):
+            # The disk's own errors were dealt with where they came up; here the machine is in need.
+            _log.error("%s in the background failed: %r", self._in_background, outcome)
+            self._retry_s = now_s + _RETRY_S
+        self._settle(outcome)
+        if not isinstance(outcome, _Cleared):
+            return []
+        number = self.file.header.clears
+        durable = [each.id for each in self._clears if each.number <= number]
+        self._clears = [each for each in self._clears if each.number > number]
+        return durable
+
+    def _settle(self, outcome: object) -> None:
+        """What was begun in the background has ended."""
+        self._in_background = ""
+        if isinstance(outcome, _Cleared):
+            id_base = self._generations[-1].id_base + _IDS_PER_ENGINE
+            self._generations.append(_Generation(outcome.engine, id_base))
 
     def _begin_probe(self, direction: Direction, now_s: float) -> None:
         try:
-            probe = _probe(self.file, direction)
+            probe = self.file.begin_probe(write=direction is Direction.STORE)
         except OSError as error:  # no descriptor to be had: that is no sign of a well disk
             self._health.probed(direction, error.errno or errno.EMFILE, now_s)
             return
-        self._background.start(probe, f"kvdisk-probe-{self.index}")
+        if self._background.start(lambda: _Probed(direction, probe()), self._name("probe")):
+            self._in_background = "probe"
+        else:
+            probe.close()
+            self._health.probed(direction, errno.EAGAIN, now_s)
 
-    def _begin_clear(self) -> None:
-        self._clearing = True
+    def _begin_clear(self) -> bool:
         number = max(each.number for each in self._clears)
         file, engine, open_engine = self.file, self.engine, self._open_engine
 
@@ -324,36 +406,58 @@ class DiskPath:
             while True:
                 try:
                     return step()
-                except KVDiskError as error:
+                except Exception as error:
                     if self._closing:
                         raise
                     _log.error("cannot clear yet: %s", error)
-                    time.sleep(_CLEAR_RETRY_S)
+                    time.sleep(_RETRY_S)
 
         def clear() -> _Cleared:
             until_done(partial(file.bump_epoch, number))
-            engine.close(_CLEAR_CLOSE_S)
-            return _Cleared(engine if self._closing else until_done(open_engine))
+            _end_if_it_can(engine)
+            return _Cleared(until_done(open_engine))
 
-        def end_all(outcome: object) -> None:  # close() could not wait, and left all of it here
-            engine.close(0)
+        def unclaimed(outcome: _Probed | _Cleared | _Ended | BaseException) -> None:
             if isinstance(outcome, _Cleared):
                 outcome.engine.close(0)
+            engine.close(0)
             file.close()
 
-        self._background.start(clear, f"kvdisk-clear-{self.index}", end_all)
+        begun = self._background.start(clear, self._name("clear"), unclaimed)
+        self._in_background = "clear" if begun else ""
+        return begun
 
-    def _replace_engine(self, outcome: _Cleared) -> None:
-        last = self._note(self.engine.poll())
-        self._untold = _joined(self._untold, last, self._give_up_sent())
-        self.engine = outcome.engine
-        self._id_base += _IDS_PER_ENGINE
-        self._clearing = False
+    def _begin_end(self) -> bool:
+        """Close an engine that was replaced and owes nothing any more."""
+        ending = next(each for each in self._generations[:-1] if not each.owes)
+
+        def end() -> _Ended:
+            ending.engine.close(_CLEAR_CLOSE_S)
+            return _Ended()
+
+        self._ending = ending
+        begun = self._background.start(end, self._name("end"))
+        self._in_background = "end" if begun else ""
+        return begun
+
+    def _name(self, what: str) -> str:
+        return f"kvdisk-{what}-{self.index}"
 
 
-def _probe(file: RankFile, direction: Direction) -> Callable[[], _Probed]:
-    probe = file.begin_probe(write=direction is Direction.STORE)
-    return lambda: _Probed(direction, probe())
+def _end_if_it_can(engine: TransferEngine) -> None:
+    """End all transfers soon, and the engine if the disk has let go of everything by then.
+
+    One whose disk still holds slots lives on, so that it can tell when they are released.
+    """
+    engine.end_within(_CLEAR_CLOSE_S)
+    until = time.monotonic() + _CLEAR_CLOSE_S + _QUIET_SLACK_S
+    while time.monotonic() < until:
+        stats = engine.stats()
+        busy = stats["transfers_open"] + stats["ring_used"] + stats["ring_quarantined"]
+        if stats["fresh"] and not busy:
+            engine.close(_CLEAR_CLOSE_S)
+            return
+        time.sleep(_QUIET_LOOK_S)
 
 
 def _joined(*parts: Events) -> Events:

@@ -21,7 +21,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -165,29 +165,10 @@ class RankFile:
             self.header = header
         return header.epoch
 
-    def begin_probe(self, *, write: bool) -> Callable[[], int]:
-        """A function that reads the header, or also writes it again, and returns 0 or an errno.
-
-        It may hang as long as the disk does, so call it on a thread that nobody waits for. It has
-        descriptors of its own: closing this file meanwhile is safe.
-        """
+    def begin_probe(self, *, write: bool) -> HeaderProbe:
+        """What reads the header, or also writes it again. Raises OSError without a descriptor."""
         assert not self.closed, "begin_probe on a closed rank file"
-        file = os.dup(self.record_fd)
-
-        def probe() -> int:
-            try:
-                with self._header_lock:
-                    if parse_header(_read_page(file, 0)) != self.header:
-                        return errno.EIO
-                    if write:
-                        _write_page(file, self.header.pack(), 0)
-            except OSError as error:
-                return error.errno or errno.EIO
-            finally:
-                os.close(file)
-            return 0
-
-        return probe
+        return HeaderProbe(self, os.dup(self.record_fd), write)
 
     def unlink(self) -> None:
         """Remove the names, if they are still those of these files. The space goes at close."""
@@ -212,6 +193,38 @@ class RankFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class HeaderProbe:
+    """A small real I/O: 0 when the disk does it, else an errno. To be called once, or closed.
+
+    The call may hang as long as the disk does, so make it on a thread that nobody waits for. It has
+    a descriptor of its own: closing the file meanwhile is safe.
+    """
+
+    def __init__(self, file: RankFile, descriptor: int, write: bool) -> None:
+        self._file = file
+        self._descriptor = descriptor
+        self._write = write
+
+    def __call__(self) -> int:
+        try:
+            with self._file._header_lock:
+                if parse_header(_read_page(self._descriptor, 0)) != self._file.header:
+                    return errno.EIO
+                if self._write:
+                    _write_page(self._descriptor, self._file.header.pack(), 0)
+        except OSError as error:
+            return error.errno or errno.EIO
+        finally:
+            self.close()
+        return 0
+
+    def close(self) -> None:
+        """Give the descriptor back, of a probe that is not made after all. Idempotent."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _wanted_header(

@@ -269,6 +269,7 @@ def opening_line(facts: dict[str, Any], recovered: int) -> str:
     return (
         f"kvdisk: {', '.join(facts['paths'])} on {facts['file_system']}: "
         f"{facts['slots']} slots of {display_size(facts['slot_bytes'])} "
-        f"({display_size(facts['reserved_bytes'])} reserved), {backend}, {direct}, "
+        f"({display_size(facts['reserved_bytes'])} reserved, up to "
+        f"{display_size(facts['slot_memory_bytes'])} of memory), {backend}, {direct}, "
         f"{recovered} blocks recovered"
     )

@@ -30,11 +30,20 @@ from kvdisk.disk_path import DiskPath
 from kvdisk.errors import ConfigError, DeviceError
 from kvdisk.identity import Identity
 from kvdisk.layout import Layout
+from kvdisk.memory import SCHEDULER_BYTES_PER_SLOT, WORKER_BYTES_PER_SLOT, require_slot_memory
 from kvdisk.messages import Clear, PathState, RankOpened, RankReport, RankResult, Transfer
 from kvdisk.path_health import error_name
 from kvdisk.placement import Placement
 from kvdisk.quiet_log import QuietLog
-from kvdisk.transfer import Direction, Events, RestoredRecords, RowStatus, TransferResult
+from kvdisk.transfer import (
+    FAILURES,
+    Direction,
+    Events,
+    RestoredRecords,
+    RowStatus,
+    TransferEngine,
+    TransferResult,
+)
 
 _PAGE_BYTES: Final = 4096
 
@@ -76,6 +85,7 @@ class TierWorker:
         world_size: int,
         wake_fd: int,
         clock: Callable[[], float],
+        slot_memory_bytes: int,
     ) -> None:
         """Takes over ``paths``, by index, and ``wake_fd``; ``lost`` says why others are not."""
         self._paths = paths
@@ -84,6 +94,7 @@ class TierWorker:
         self._layout = layout
         self._rank = rank
         self._world_size = world_size
+        self._slot_memory_bytes = slot_memory_bytes  # of worker and scheduler, for people
         self._wake_fd = wake_fd
         self._clock = clock
         self._quiet = QuietLog(_log, clock)
@@ -97,8 +108,8 @@ class TierWorker:
         self._closed = False
         self._selector = select.epoll()
         self._selector.register(wake_fd, select.EPOLLIN)
-        for path in paths.values():
-            self._selector.register(path.engine.fileno(), select.EPOLLIN)
+        self._watched: dict[TransferEngine, int] = {}  # engines in the selector, their descriptors
+        self._watch()
 
     @classmethod
     def open(
@@ -123,6 +134,7 @@ class TierWorker:
         """
         placement = Placement.of(config, block_bytes or layout.block_bytes, world_size)
         config.check_memory()
+        require_slot_memory(placement.slot_count, WORKER_BYTES_PER_SLOT, config.ring_bytes)
         share = _share_of_one_path(config)
         wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         paths: dict[int, DiskPath] = {}
@@ -150,7 +162,9 @@ class TierWorker:
             _catch_up_with_clears(paths, lost)
             if not paths:
                 raise DeviceError(f"no path can be used: {'; '.join(lost.values())}")
-            return cls(paths, lost, placement, layout, rank, world_size, wake_fd, clock)
+            per_slot = WORKER_BYTES_PER_SLOT + SCHEDULER_BYTES_PER_SLOT[config.eviction]
+            memory = placement.slot_count * per_slot
+            return cls(paths, lost, placement, layout, rank, world_size, wake_fd, clock, memory)
         except BaseException:
             for path in paths.values():
                 path.close(0)
@@ -240,10 +254,7 @@ class TierWorker:
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._closed and not self._report:
             left = None if until is None else until - time.monotonic()
-            tend_at = [path.next_tend_s() for path in self._paths.values()]
-            due_in = [at - self._clock() for at in tend_at if at is not None]
-            limit = min([*due_in, *([] if left is None else [left])], default=None)
-            if self._selector.poll(None if limit is None else max(0.0, limit)):
+            if self._selector.poll(self._tend_within(left)):
                 return True
             self._tend()
             if left is not None and left <= 0:
@@ -269,8 +280,10 @@ class TierWorker:
         if self._closed:
             return self._abandoned
         until = time.monotonic() + timeout_s
+        waker = select.poll()  # nobody takes what engines tell, which would stay readable
+        waker.register(self._wake_fd, select.POLLIN)
         while time.monotonic() < until and any(each.clearing for each in self._paths.values()):
-            self._selector.poll(max(0.0, until - time.monotonic()))
+            waker.poll(1000 * (self._tend_within(until - time.monotonic()) or 0))
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
             self._tend()
@@ -351,14 +364,29 @@ class TierWorker:
     def _tend(self) -> None:
         now_s = self._clock()
         for path in self._paths.values():
-            fileno = path.engine.fileno()
             for clear_id in path.tend(now_s):
                 self._clears[clear_id] -= 1
                 if self._clears[clear_id] == 0:
                     del self._clears[clear_id]
                     self._report.cleared.append(clear_id)
-            if path.engine.fileno() != fileno:
-                self._selector.register(path.engine.fileno(), select.EPOLLIN)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Have the selector wake for the engines of all paths, and for no other."""
+        engines = [engine for path in self._paths.values() for engine in path.engines]
+        for engine in engines:
+            if engine not in self._watched:
+                self._selector.register(engine.fileno(), select.EPOLLIN)
+                self._watched[engine] = engine.fileno()
+        for engine in [each for each in self._watched if each not in engines]:
+            self._selector.unregister(self._watched.pop(engine))
+
+    def _tend_within(self, limit_s: float | None) -> float | None:
+        """How long to wait: until something is to be tended, at most ``limit_s`` (None: no end)."""
+        tend_at = [path.next_tend_s() for path in self._paths.values()]
+        due_in = [at - self._clock() for at in tend_at if at is not None]
+        limits = [*due_in, *([] if limit_s is None else [limit_s])]
+        return max(0.0, min(limits)) if limits else None
 
     def _path_states(self) -> tuple[PathState, ...]:
         return tuple(
@@ -370,18 +398,22 @@ class TierWorker:
 
     def _log_failures(self, path: DiskPath, result: TransferResult, part: _Part) -> None:
         """One line for the first row of each kind, not more often than people can read."""
-        for status in (RowStatus.CORRUPT, RowStatus.FAILED, RowStatus.TIMED_OUT):
+        for status in (*FAILURES, RowStatus.CORRUPT, RowStatus.TIMED_OUT):
             rows = np.flatnonzero(result.statuses == status)
             if not rows.size:
                 continue
-            slot = part.whole.transfer.slots[part.positions[rows[:1]]]
+            first = part.positions[rows[:1]]
+            slot = part.whole.transfer.slots[first]
             offset = int(self._placement.local(slot)[0]) * self._placement.slot_bytes
             number = int(result.errors[rows[0]])
-            what = error_name(number) if status is RowStatus.FAILED else status.name.lower()
+            what = error_name(number) if status in FAILURES else status.name.lower()
+            where = f"offset {offset} of {path.file.data_path}"
+            if status is RowStatus.COPY_FAILED:
+                what = f"the copy failed, {what}"
+                where = f"block {int(part.whole.transfer.block_ids[first][0])} in memory"
             self._quiet.warning(
                 (path.index, result.direction, status, number),
-                f"{result.direction.name.lower()} of {rows.size} blocks: {what}, "
-                f"first at offset {offset} of {path.file.data_path}",
+                f"{result.direction.name.lower()} of {rows.size} blocks: {what}, first at {where}",
             )
 
     def _facts(self, restored: dict[int, RestoredRecords]) -> dict[str, object]:
@@ -393,6 +425,7 @@ class TierWorker:
             "namespace": first.directory.name,
             "slots": self._placement.slot_count,
             "slot_bytes": self._placement.slot_bytes,
+            "slot_memory_bytes": self._slot_memory_bytes,
             "block_bytes": self._layout.block_bytes,
             "reserved_bytes": sum(path.file.reserved_bytes for path in self._paths.values()),
             "recovered": sum(len(each.slots) for each in restored.values()),

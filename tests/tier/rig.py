@@ -33,6 +33,7 @@ class TierRig(whole.TierRig):
                 "capacity": 16 << 20,
                 "ring": "4MiB",
                 "iodepth": 8,
+                "store_wait": "60s",  # a busy machine refuses nothing
                 **options,
             }
         )

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdisk import disk_path
+from kvdisk import disk_path, memory
 from kvdisk.config import TierConfig
 from kvdisk.errors import BusyError, ConfigError, DeviceError, KVDiskError
 from kvdisk.layout import Layout
 from kvdisk.metrics import MISS_REASONS, prometheus_collector
+from kvdisk.rank_file import HeaderProbe
 from kvdisk.scheduler import TierScheduler
 from kvdisk.transfer import Direction, RowStatus, TransferEngine
 from kvdisk.worker import TierWorker
@@ -228,8 +229,24 @@ def test_health_and_the_opening_line_say_what_an_operator_asks(
         assert health.status == "ok"
         assert health.facts["recovered"] == 0
         line = next(text for text in caplog.messages if "recovered" in text)
-        for part in (str(tmp_path / "kv"), "slots of 64.00 KiB", str(health.facts["backend"])):
+        backend = str(health.facts["backend"])
+        for part in (str(tmp_path / "kv"), "slots of 64.00 KiB", "KiB of memory", backend):
             assert part in line
+
+
+def test_more_slots_than_memory_has_room_for_are_refused_by_either_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terabyte in small blocks is gigabytes of keys and records: said at open, not by the OOM."""
+    config = TierConfig(paths=(tmp_path,), capacity_bytes=1 << 40, ring_bytes=1 << 20)
+    layout = Layout.from_tensors([np.zeros((4, 4096), dtype=np.uint8)])
+    little = memory.MemoryHeadroom(8 << 30, "MemAvailable of this machine")
+    monkeypatch.setattr(memory, "memory_headroom", lambda _: little)
+    with pytest.raises(ConfigError, match=r"capacity.*slots take.*GiB.*8\.00 GiB"):
+        TierScheduler(config, layout.block_bytes)
+    with pytest.raises(ConfigError, match=r"capacity.*slots take.*1\.00 MiB for the ring"):
+        TierWorker.open(layout, identity(layout), config)
+    assert list(tmp_path.iterdir()) == [], "nothing was made"
 
 
 def test_metrics_have_every_reason_before_it_happens_and_true_counts(tmp_path: Path) -> None:
@@ -478,11 +495,13 @@ def test_a_probe_that_hangs_costs_no_processor_time(
         path = rig.tier._worker._paths[0]
         let_go = threading.Event()
 
-        def hang() -> disk_path._Probed:
-            let_go.wait(PATIENCE_S)
-            return disk_path._Probed(Direction.LOAD, 0)
+        real_probe = HeaderProbe.__call__
 
-        monkeypatch.setattr(disk_path, "_probe", lambda file, direction: hang)
+        def hang(probe: HeaderProbe) -> int:
+            let_go.wait(PATIENCE_S)
+            return real_probe(probe)
+
+        monkeypatch.setattr(HeaderProbe, "__call__", hang)
         path._health._lanes[Direction.LOAD].sit_out(time.monotonic() - 10, "test")
         tends = 0
         real_tend = path.tend
