@@ -35,6 +35,9 @@ from kvdisk.serving.vllm.failsafe import Failsafe, failsafe
 from kvdisk.serving.vllm.metrics import counters_since
 from kvdisk.transfer import Direction
 
+# As constants: to look a member of an enumeration up takes as long as to look a key up.
+_HIT: Final = LookupResult.HIT
+_MISS: Final = LookupResult.MISS
 _NOTHING: Final = Transfer(
     0, Direction.LOAD, [], np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.intp)
 )
@@ -110,12 +113,12 @@ class KVDiskManager(Failsafe, OffloadingManager):  # type: ignore[misc]
 
     # --- vLLM's questions
 
-    @failsafe(lambda self, key, req_context: LookupResult.MISS)
+    @failsafe(lambda self, key, req_context: _MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if req_context.req_id in self._recompute:
-            return LookupResult.MISS  # it has waited once: what it still lacks is computed
+            return _MISS  # it has waited once: what it still lacks is computed
         found = self.scheduler.contains(self._rows([key]))
-        return LookupResult.HIT if found else LookupResult.MISS
+        return _HIT if found else _MISS
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         return CacheHitSource.DISK

@@ -51,6 +51,9 @@ _UNKNOWN_CONTENT: Final = (
     "what changes the blocks' bytes is not known here: use kv_connector=KVDiskTieringConnector of "
     'kvdisk.serving.vllm, or name the content with the option "identity"'
 )
+# As constants: to look a member of an enumeration up takes as long as to look a key up.
+_HIT: Final = LookupResult.HIT
+_MISS: Final = LookupResult.MISS
 _SLACK_S: Final = 30.0  # beyond the longest deadline
 
 logger = init_logger("vllm.kvdisk")
@@ -109,11 +112,11 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         return metric_definitions()
 
-    @failsafe(lambda self, key, req_context: LookupResult.MISS)
+    @failsafe(lambda self, key, req_context: _MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if self._waited.get(req_context.req_id):
-            return LookupResult.MISS  # what it still lacks is computed
-        return LookupResult.HIT if self._tier.contains([key]) else LookupResult.MISS
+            return _MISS  # what it still lacks is computed
+        return _HIT if self._tier.contains([key]) else _MISS
 
     @failsafe(lambda self, job_metadata: self._fail(job_metadata))
     def submit_store(self, job_metadata: TransferJob) -> None:

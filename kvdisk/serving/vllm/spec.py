@@ -29,6 +29,7 @@ _VLLM_OPTIONS: Final = frozenset(
         "offload_prompt_only",
         "self_describing_kv_events",
         "canonical_layout",
+        "sync_load_budget_bytes",
         "spec_name",
         "spec_module_path",
     }
@@ -45,6 +46,10 @@ class KVDiskSpec(OffloadingSpec):  # type: ignore[misc]
         super().__init__(config)
         if config.canonical_layout:
             raise ConfigError("canonical_layout is not supported: leave it out.")
+        if config.extra_config.get("sync_load_budget_bytes"):
+            raise ConfigError(
+                "sync_load_budget_bytes would make every request wait for the disk: leave it out."
+            )
         said = str(config.extra_config.get(_WEIGHTS, ""))
         weights, reason = resolve_weights(vllm_config, said)
         self.tier_config = _tier_config(config, reason)

@@ -22,10 +22,13 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
+import kvdisk.serving.vllm
+from kvdisk import ConfigError
 from kvdisk.messages import RankReport, RankResult, Transfer
 from kvdisk.serving.vllm.identity import known_weights
 from kvdisk.serving.vllm.manager import KVDiskLoadStoreSpec, KVDiskManager
 from kvdisk.serving.vllm.secondary_tier import KVDiskTier
+from kvdisk.serving.vllm.spec import KVDiskSpec
 from kvdisk.serving.vllm.worker import KVDiskWorker
 from kvdisk.testing import SimulatedDisk, SimulatedWorker, simulated_config
 from kvdisk.transfer import Direction, RowStatus
@@ -270,3 +273,23 @@ def described_engine(*, kv_events: bool) -> Any:
             ),
         ),
     )
+
+
+def test_the_classes_that_a_configuration_names_are_there() -> None:
+    for name in kvdisk.serving.vllm.__all__:
+        assert getattr(kvdisk.serving.vllm, name).__name__ == name
+    with pytest.raises(AttributeError, match="KVDiskNothing"):
+        kvdisk.serving.vllm.KVDiskNothing  # noqa: B018
+
+
+def test_loads_within_a_step_are_refused_at_start() -> None:
+    """They would make the engine wait for the disk, and vLLM asks nobody what came of them."""
+    config = SimpleNamespace(
+        canonical_layout=False,
+        extra_config={"sync_load_budget_bytes": 1 << 20},
+        enable_kv_cache_events=False,
+        groups=(),
+        cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1),
+    )
+    with pytest.raises(ConfigError, match="sync_load_budget_bytes"):
+        KVDiskSpec(config, None)
