@@ -32,8 +32,8 @@ _COMMANDS: Final = {
     "doctor": "Check whether this machine and a directory suit kvdisk.",
     "gc": "Remove namespaces that nothing uses any more.",
     "inspect": "Show what the rank files hold.",
-    "plot": "Draw the results of kvdisk bench.",
-    "replay": "Run a recorded trace against a tier.",
+    "plot": "Draw the results of kvdisk bench or replay.",
+    "replay": "Run a recorded or generated trace against a tier.",
     "verify": "Check every stored block against its checksum.",
 }
 

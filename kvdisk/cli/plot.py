@@ -1,4 +1,4 @@
-"""``kvdisk plot``: pictures of what ``kvdisk bench --json`` has kept."""
+"""``kvdisk plot``: pictures of what ``--json`` of ``kvdisk bench`` and ``replay`` has kept."""
 
 from __future__ import annotations
 
@@ -22,17 +22,26 @@ from kvdisk.errors import ConfigError
     help="A name that ends in .png or .svg.",
 )
 def plot(results: tuple[Path, ...], output: Path) -> None:
-    """Draw bandwidth and p99 latency against block size from RESULTS.
+    """Draw bandwidth and p99 latency against block size from RESULTS, or one replay.
 
     RESULTS are files that kvdisk bench --json (or make bench) wrote; each may hold one result or a
-    list of them. Each depth is a line; fio's is dashed.
+    list of them. Each depth is a line; fio's is dashed. Or one file of kvdisk replay --json: hits
+    and time to first token against capacity.
     """
     from kvdisk.bench.plot import draw, require_drawable
 
     require_drawable(output)
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"{output}: its directory does not exist.")
-    draw([document for name in results for document in _read(name)], output)
+    documents = [document for name in results for document in _read(name)]
+    if not any("replay" in document for document in documents):
+        draw(documents, output)
+        return
+    if len(documents) > 1:
+        raise ConfigError("a replay is drawn by itself: name one result.")
+    from kvdisk.replay.plot import draw as draw_replay
+
+    draw_replay(documents[0], output)
 
 
 def _read(name: Path) -> list[dict[str, Any]]:

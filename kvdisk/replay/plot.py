@@ -21,9 +21,10 @@ def draw(document: Mapping[str, Any], file: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     figure = Figure(figsize=(11, 5.4), layout="constrained")
-    hits, ttft = figure.subplots(1, 2)
+    hits, ttft = figure.subplots(1, 2, sharex=True)
     try:
         policies = list(dict.fromkeys(run["policy"] for run in document["runs"]))
         for policy, colour in zip(policies, COLOURS * len(policies), strict=False):
@@ -42,6 +43,9 @@ def draw(document: Mapping[str, Any], file: Path) -> None:
     hits.set_ylim(bottom=0)
     ttft.set_ylabel("modelled time to first token, s")
     ttft.set_yscale("log")
+    ttft.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    ttft.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    ttft.yaxis.set_minor_formatter(NullFormatter())
     for axis in (hits, ttft):
         axis.set_xscale("log", base=2)
         axis.set_xlabel("capacity of the tier")
@@ -65,11 +69,11 @@ def _draw_hits(axis: Any, document: Mapping[str, Any], policy: str, colour: str)
             [point["capacity_bytes"] for point in curve["points"]],
             [100 * point["hit_share"] for point in curve["points"]],
             color=colour,
-            label=f"{policy}, {'exact' if curve['exact'] else 'simulated'}",
+            label=f"{policy}, curve {'(exact)' if curve['exact'] else '(simulated)'}",
             **style,
         )
     runs = [run for run in document["runs"] if run["policy"] == policy]
-    kind = "simulated" if runs[0]["simulated"] else "on the disk"
+    kind = "runs (simulated)" if runs[0]["simulated"] else "runs on the disk"
     axis.plot(
         [run["capacity_bytes"] for run in runs],
         [100 * run["hit_share"] for run in runs],

@@ -140,7 +140,6 @@ def _curve(curve: Curve) -> dict[str, Any]:
                 "capacity_bytes": point.capacity_bytes,
                 "hit_share": point.hit_share,
                 "hit_token_share": point.hit_token_share,
-                **({"ttft": _ttft(point.ttft)} if point.ttft is not None else {}),
             }
             for point in curve.points
         ],
@@ -229,26 +228,22 @@ def _advice(document: Mapping[str, Any]) -> list[str]:
     lines = []
     for run in document["runs"]:
         here, there = run["simulation"]["hit_share"], run["doubled"]["hit_share"]
-        gain = f"{(there / here - 1):+.1%} hits" if here else "the first hits"
+        gain = f"{100 * (there / here - 1):+.1f} % hits" if here else "the first hits"
         lines.append(
             f"{run['policy']}, {display_size(run['capacity_bytes'])}: twice the disk would give "
             f"{gain} ({_percent(here)} -> {_percent(there)})"
         )
     for curve in document["curves"]:
         points = curve["points"]
-        if not points or (not curve["exact"] and _has_exact(document, curve["policy"])):
+        if not points:
             continue
         most = max(point["hit_share"] for point in points)
         enough = next(point for point in points if point["hit_share"] >= _ENOUGH * most)
         lines.append(
-            f"{curve['policy']}: {_ENOUGH:.0%} of the most hits ({_percent(most)}) at "
+            f"{curve['policy']}: {100 * _ENOUGH:.0f} % of the most hits ({_percent(most)}) at "
             f"{display_size(enough['capacity_bytes'])}"
         )
     return lines
-
-
-def _has_exact(document: Mapping[str, Any], policy: str) -> bool:
-    return any(each["exact"] and each["policy"] == policy for each in document["curves"])
 
 
 def _notes(document: Mapping[str, Any]) -> list[str]:
@@ -289,7 +284,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{share:.1%}".replace("%", " %")
+    return f"{100 * share:.1f} %"
 
 
 def _seconds(seconds: float) -> str:

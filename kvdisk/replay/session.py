@@ -45,7 +45,6 @@ class CurvePoint:
     capacity_bytes: int
     hit_share: float
     hit_token_share: float
-    ttft: Ttft | None = None  # None in exact curves, which know no single request
 
 
 @dataclass(frozen=True)
@@ -129,10 +128,12 @@ class _Simulations:
 def _curves(job: ReplayJob, simulations: _Simulations) -> list[Curve]:
     curves = []
     for policy in {setup.policy: setup for setup in job.setups}.values():
-        points = [_point(job, each, simulations.of(each)) for each in _along(job, policy, _SHARES)]
-        curves.append(Curve(policy.policy, False, points))
         if policy.policy == "lru" and not job.device_blocks:
             curves.append(_exact(job, policy))
+        else:
+            setups = _along(job, policy, _SHARES)
+            points = [_point(job, simulations.of(each)) for each in setups]
+            curves.append(Curve(policy.policy, False, points))
     return curves
 
 
@@ -168,13 +169,12 @@ def _resized(job: ReplayJob, setup: Setup, capacity_bytes: int) -> Setup:
     return make_setup(capacity_bytes, job.block_bytes, setup.eviction, setup.admission)
 
 
-def _point(job: ReplayJob, setup: Setup, outcome: Outcome) -> CurvePoint:
+def _point(job: ReplayJob, outcome: Outcome) -> CurvePoint:
     hit_tokens = int(outcome.hit_tokens(job.trace).sum())
     return CurvePoint(
-        setup.capacity_bytes,
+        outcome.setup.capacity_bytes,
         outcome.blocks_read / job.trace.references,
         hit_tokens / int(job.trace.input_tokens.sum()),
-        ttft_of(job, outcome),
     )
 
 

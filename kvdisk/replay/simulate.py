@@ -40,6 +40,7 @@ class PrefixCache:
     ) -> None:
         """``remembered``: how many keys admission knows of, as many as slots unless given."""
         self._slots = slots
+        self._counts_uses = eviction != "lru"
         self._allocator = SlotAllocator(slots, make_eviction_policy(eviction, slots))
         self._admission = make_admission_policy(admission, remembered or slots)
         self.refused: Counter[str] = Counter()
@@ -57,26 +58,29 @@ class PrefixCache:
         """
         wanted = path[served:] if served else path
         hits = self._allocator.lookup(wanted)
-        first = served + hits
-        if hits:
-            self._allocator.touch(wanted[:hits])
-        end = min(len(path), self._slots)
+        first, end = served + hits, min(len(path), self._slots)
+        # The load is a use, and storing what is behind uses the whole prefix: LRU cannot tell that
+        # from one use of it.
+        if hits and (self._counts_uses or first >= end):
+            self._allocator.touch(wanted if hits == len(wanted) else wanted[:hits])
         if first < end:
-            rest = path if first == 0 and end == len(path) else path[first:end]
-            self._store(rest, path[:first])
+            self._store(path if end == len(path) else path[:end], first)
         elif served:
             self._allocator.touch(path)
         return hits
 
-    def _store(self, keys: KeyBatch, prefix: KeyBatch) -> None:
+    def _store(self, path: KeyBatch, first: int) -> None:
+        """``path`` from ``first`` on. Asking for all of it finds the rest where lookup did."""
+        prefix = path[:0]
         if not isinstance(self._admission, AdmitAll):
+            keys, prefix = path[first:], path[:first]
             absent = np.flatnonzero(self._allocator.find(keys) == ABSENT)
             turned_away = absent[~self._admission.admit(keys.pick(absent))]
             self.refused["admission"] += len(turned_away)
-            keys = keys.pick(np.delete(np.arange(len(keys)), turned_away))
-        allocation = self._allocator.allocate(keys, prefix)
+            path = keys.pick(np.delete(np.arange(len(keys)), turned_away))
+        allocation = self._allocator.allocate(path, prefix)
         if allocation is None:
-            self.refused["no_room"] += len(keys)
+            self.refused["no_room"] += len(path)
             return
         rows, slots, tickets = allocation
         if len(rows):

@@ -73,6 +73,8 @@ def parse_synthetic(text: str) -> tuple[str, Workload]:
             raise ConfigError(f'trace="{text}": nothing is called "{name}"; {hint}')
         if not equals or not value:
             raise ConfigError(f'trace="{text}": {name} needs a value, as in {name}=1.')
+        if _NAMES[name] in values:
+            raise ConfigError(f'trace="{text}": {name} is given twice.')
         values[_NAMES[name]] = _value(text, name, value)
     return kind, Workload(**values)  # type: ignore[arg-type]
 

@@ -209,6 +209,7 @@ def test_the_rate_is_kept() -> None:
         ("synthetic:mixed,request=5", "did you mean requests?"),
         ("synthetic:mixed,zzz=5", 'nothing is called "zzz"; there are requests'),
         ("synthetic:mixed,requests", "requests needs a value"),
+        ("synthetic:mixed,rate=1,rate=2", "rate is given twice"),
         ("synthetic:mixed,requests=0", "requests must be between 1 and"),
         ("synthetic:mixed,requests=many", "requests=many is not a whole number"),
         ("synthetic:mixed,rate=nan", "rate must be between"),
