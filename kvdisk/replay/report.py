@@ -252,6 +252,11 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
     place, runs = document["kvdisk"]["place"], document["runs"]
     if place is not None and place["is_memory"]:
         notes.append(f"{place['file_system']} is memory, not a disk: these are no disk's times")
+    if document["replay"]["block_source"] == "as given":
+        notes.append(
+            "the block's size is as given, not a model's: hits hold for as many blocks of any "
+            "size, load times and TTFT for this size alone"
+        )
     if document["without"]["prefill_busy"] >= 1:
         notes.append(
             "without the tier prefill cannot keep up with the trace: its queue, and TTFT, grow for "
