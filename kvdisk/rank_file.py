@@ -162,6 +162,10 @@ class RankFile:
         with self._header_lock:
             header = replace(self.header, epoch=self.header.epoch + 1, clears=clears)
             _write_header(self.record_fd, self.record_path, header)
+            # A header that the disk took and lost would bring back what was cleared.
+            with _disk_trouble("read header back", self.record_path):
+                if _read_page(self.record_fd, 0) != header.pack():
+                    raise OSError(errno.EIO, "it is not what was written")
             self.header = header
         return header.epoch
 

@@ -46,6 +46,7 @@ from kvdisk.transfer import (
 )
 
 _PAGE_BYTES: Final = 4096
+_LEARNS_LATER: Final = "and learns of it when it is opened beside the others: never use it alone"
 
 Number = TypeVar("Number", bound=np.generic)
 
@@ -221,6 +222,8 @@ class TierWorker:
 
         Until then loads miss and stores are refused.
         """
+        for why in self._lost.values():
+            _log.warning("a path that was left out misses this clear, %s (%s)", _LEARNS_LATER, why)
         self._clears[message.id] = len(self._paths)
         for path in self._paths.values():
             path.clear(message)

@@ -17,19 +17,12 @@ from kvdisk.rank_file import RankFile
 from kvdisk.transfer import RowStatus, TransferEngine
 from kvdisk.worker import TierWorker
 from tests.faults.disks import file_size_limit, freeze, loop_ext4, thaw
+from tests.faults.fuse_disk import fuse_disk, needs_fuse
 from tests.tier.tier_rig import PATIENCE_S, TierRig, keys_of, ok, tier_rig
+from tests.tier.waiting import Clock, rounds_until
 
 KEYS = keys_of(range(32))
 MORE = keys_of(range(100, 132))
-
-
-class Clock:
-    """Real time that can be moved on, so that nobody waits for a probe to be due."""
-
-    ahead_s = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.ahead_s
 
 
 def only_path(rig: TierRig) -> DiskPath:
@@ -101,11 +94,11 @@ def test_a23_a_slot_that_hangs_over_a_clear_comes_back_with_the_disk(
         file = only_path(rig).file
         rank_file._write_header(file.record_fd, file.record_path, file.header)
 
-        def well() -> bool:
-            clock.ahead_s += 1
-            return rig.tier.stats().slots.quarantined == 0 and rig.tier.health().status == "ok"
-
-        rig.wait_until(well)
+        rounds_until(
+            rig,
+            clock,
+            lambda: rig.tier.stats().slots.quarantined == 0 and rig.tier.health().status == "ok",
+        )
         until(lambda: not rig.tier.wait(0) or rig.poll() is not None)
         assert not rig.tier.wait(0.05), "something stays readable although there is no news"
         assert len(only_path(rig).engines) == 1, "the engine before the clear is kept"
@@ -130,11 +123,7 @@ def test_a_machine_without_threads_delays_probes_and_costs_no_descriptor(tmp_pat
             assert "EAGAIN" in rig.tier.health().paths[0].reason
             assert rig.load(KEYS) == ok(32)
 
-        def well() -> bool:
-            clock.ahead_s += 1
-            return rig.tier.health().status == "ok"
-
-        rig.wait_until(well)
+        rounds_until(rig, clock, lambda: rig.tier.health().status == "ok")
         assert rig.store(MORE) == ok(32)
 
 
@@ -178,6 +167,23 @@ def test_a_clear_goes_on_after_whatever_went_wrong(
         assert rig.hits(KEYS) == 0
         assert rig.store(KEYS, generation=1) == ok(32)
         assert rig.load(KEYS) == ok(32)
+
+
+@pytest.mark.root
+@needs_fuse
+def test_a8_a_clear_whose_header_the_disk_loses_is_not_durable(tmp_path: Path) -> None:
+    """The disk says that it has written it, and has not: a restart would bring all of it back."""
+    clock = Clock()
+    with fuse_disk(tmp_path) as disk:
+        with tier_rig(disk.mount / "kv", clock=clock) as rig:
+            assert rig.store(KEYS) == ok(32)
+            disk.faults.set(losses=1)
+            assert not rig.tier.clear(timeout_s=0.5)
+            assert rig.tier.lookup(KEYS) == 0
+            disk.faults.clear()
+            rounds_until(rig, clock, lambda: rig.tier.health().status == "ok")
+        with tier_rig(disk.mount / "kv") as again:
+            assert again.hits(KEYS) == 0
 
 
 def test_closing_waits_for_a_clear_without_spinning(

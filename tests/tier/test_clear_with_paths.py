@@ -29,7 +29,9 @@ def away(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(disk_path, "open_namespace", failing)
 
 
-def test_a8_a_path_that_was_away_during_a_clear_brings_nothing_back(tmp_path: Path) -> None:
+def test_a8_a_path_that_was_away_during_a_clear_brings_nothing_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     paths = [tmp_path / "good", tmp_path / "away"]
     with tier_rig(*paths, capacity=CAPACITY) as rig:
         assert rig.store(KEYS) == ok(100)
@@ -37,6 +39,7 @@ def test_a8_a_path_that_was_away_during_a_clear_brings_nothing_back(tmp_path: Pa
         away(patch, "away")
         with tier_rig(*paths, capacity=CAPACITY) as rig:
             assert rig.tier.clear()
+            assert "misses this clear" in caplog.text
             assert rig.store(KEYS[:50], generation=1) == ok(50)
     with tier_rig(*paths, capacity=CAPACITY) as rig:
         found = rig.load(KEYS, generation=1)  # a block of generation 0 would be wrong bytes
