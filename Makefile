@@ -145,7 +145,7 @@ soak: build/native-tests/stamp-configured  ## Run OPS operations of the pipeline
 tier-soak: setup  ## Run OPS operations of the whole tier on simulated disks from SEED
 	$(python) -m tests.model.tier_soak --ops $(OPS) --seed $(SEED)
 
-.PHONY: crash powercut flips
+.PHONY: crash powercut flips storm cuts
 crash: setup  ## Kill a storing process N times (default 300) and verify every byte after each
 	$(python) -m tests.tier.crash --crashes $(or $(N),300) --seed $(SEED)
 
@@ -154,6 +154,12 @@ powercut: setup  ## Cut the power of ext4 and of xfs N times (default 20) and ve
 
 flips: setup  ## Flip N bits (default 100000) and damage slots in every other way: all become misses
 	$(python) -m tests.tier.flips --flips $(or $(N),100000) --seed $(SEED)
+
+storm: setup  ## Take N random steps (default 20000) on two disks that fail, hang and lie (needs root)
+	$(python) -m tests.tier.storm --steps $(or $(N),20000) --seed $(SEED)
+
+cuts: setup  ## Cut a record file at every byte of its last page, and open it each time
+	KVDISK_CUTS=all $(python) -m pytest tests/tier/test_scenarios_restart.py -k cut_in_its_last_page
 
 canaries: $(stamps)/packages  ## Prove that the soak finds each planted bug
 	native/tests/run_canaries.sh

@@ -1,6 +1,6 @@
 """Short runs of the campaigns, so that they are known to work and to find what they look for.
 
-The long ones are `make crash`, `make flips` and `make powercut`.
+The long ones are `make crash`, `make flips`, `make powercut` and `make storm`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvdisk.transfer import RowStatus
-from tests.tier import crash, flips, powercut
+from kvdisk.transfer import Direction, RowStatus
+from tests.faults.fuse_disk import needs_fuse
+from tests.tier import crash, flips, powercut, storm
 from tests.tier.tier_rig import TierRig, WrongBytes, content, generation_in, key_of, keys_of
 
 
@@ -69,6 +70,20 @@ def test_power_cuts_leave_right_bytes_or_misses(file_system: str) -> None:
     bare, synced = powercut.campaign(2, 1, file_system)
     assert (bare.crashes, synced.crashes) == (1, 1)
     assert bare.wrong + synced.wrong == 0
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@needs_fuse
+def test_two_disks_that_fail_hang_and_lie_give_right_bytes_or_misses(tmp_path: Path) -> None:
+    totals = storm.campaign(500, 4, tmp_path)
+    assert totals.wrong == 0
+    assert totals.clears > 0
+    assert totals.restarts > 0
+    for direction in Direction:
+        assert totals.of(direction, RowStatus.OK) > 100, "or it would prove nothing"
+        assert totals.of(direction, RowStatus.TIMED_OUT) > 0
+    assert totals.of(Direction.LOAD, RowStatus.CORRUPT) > 0
 
 
 def test_padding_behind_a_block_is_zero_on_disk(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def cut_and_count(filled: TierRig, original: bytes, size_bytes: int) -> None:
 
 @pytest.mark.parametrize("part", ["last record", "record bounds"])
 def test_a15_record_file_cut_in_its_last_page(filled: TierRig, part: str) -> None:
-    """At every byte of the last record, and around every record of the last page. KVDISK_CUTS=all
+    """At every byte of the last record, and around every record of the last page. `make cuts`
     cuts at every byte of the page."""
     record_file = filled.record_files[0]
     original = record_file.read_bytes()
