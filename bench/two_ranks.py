@@ -176,6 +176,11 @@ class Pair:
             pipe.send((command, *arguments))
         return [pipe.recv() for pipe in self.pipes]
 
+    def wrong_alone(self, rank: int, keys: list[int]) -> int:
+        """Of one rank: how many of the blocks that ``fill`` put at the first sources are wrong."""
+        self.pipes[rank].send(("wrong", keys, SOURCES[: len(keys)]))
+        return int(self.pipes[rank].recv())
+
     def submit(self, transfer: Transfer) -> int:
         if len(transfer):
             for pipe in self.pipes:
@@ -278,7 +283,6 @@ def check_damage(pair: Pair, key: int) -> dict[str, Any]:
 
 def check_kill(pair: Pair, keys: list[int]) -> dict[str, Any]:
     """Rank 1 dies amid stores; rank 0 stays as it is; the restarted one recovers its slots."""
-    pid_before = pair.processes[0].pid
     fresh = list(range(10**6, 10**6 + BATCH))
     pair.ask("fill", fresh, SOURCES[:BATCH])
     pair.store(fresh, SOURCES[:BATCH])
@@ -287,6 +291,7 @@ def check_kill(pair: Pair, keys: list[int]) -> dict[str, Any]:
         pair.pipes[0].send(("poll", 0.01))
         pair.scheduler.apply(pair.pipes[0].recv())
     pair.scheduler.take_finished()
+    went_on = pair.processes[0].is_alive() and pair.wrong_alone(0, fresh[:8]) == 0
     began = time.monotonic()
     pair.start(1)
     seconds = time.monotonic() - began
@@ -296,7 +301,7 @@ def check_kill(pair: Pair, keys: list[int]) -> dict[str, Any]:
     load = pair.load(readable, TARGETS[: len(readable)])
     statuses = pair.finish(load)[load]
     return {
-        "rank_0_went_on": pair.processes[0].pid == pid_before,
+        "rank_0_went_on": went_on,
         "restart_s": round(seconds, 2),
         "before": len(keys),
         "recovered": recovered,
@@ -429,8 +434,27 @@ def main() -> None:
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-    bad = report["rounds"]["wrong"] or sum(report["kill"]["wrong"])
-    raise SystemExit(1 if bad or report["damage"]["found_after"] else 0)
+    broken = broken_promises(report)
+    for promise in broken:
+        print(f"BROKEN: {promise}")
+    raise SystemExit(1 if broken else 0)
+
+
+def broken_promises(report: dict[str, Any]) -> list[str]:
+    """What must hold and does not, in words."""
+    rounds, contexts, kill = report["rounds"], report["contexts"], report["kill"]
+    per_gpu = contexts.get("processes_per_gpu", {})
+    must_hold = {
+        "no block was wrong": rounds["wrong"] == 0 and sum(kill["wrong"]) == 0,
+        "every stored block came back": rounds["loaded"] > 0 and rounds["missed"] == 0,
+        "each GPU has one process": "skipped" in contexts or set(per_gpu.values()) == {1},
+        "a block that one rank lost is a miss": report["damage"]["status"] == "CORRUPT",
+        "and is not found again": report["damage"]["found_after"] == 0,
+        "rank 0 went on when rank 1 was killed": kill["rank_0_went_on"],
+        "rank 1 recovered what it had": kill["recovered"] >= 0.99 * kill["before"],
+        "and loaded it": kill["loaded"] > 0,
+    }
+    return [promise for promise, holds in must_hold.items() if not holds]
 
 
 def show(report: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ Direct = Literal["auto", "require", "off"]
 Backend = Literal["auto", "uring", "threads"]
 Eviction = Literal["lru", "s3fifo"]
 Admission = Literal["all", "second-touch"]
+PartialLoads = Literal["auto", "on", "off"]
 
 _MIB: Final = 1024**2
 _PAGE_BYTES: Final = 4096
@@ -93,7 +94,8 @@ class TierConfig:
     load_reserve
         Share of the ring that stores never take, 0 to 0.9.
     store_queue_bytes
-        Stores beyond this many queued bytes are refused at once.
+        Stores beyond this many queued bytes are refused at once. What waits takes no memory of the
+        tier's: it stays where it is.
     load_deadline_ns, store_deadline_ns
         A row without an answer by then has failed, and its buffer is quarantined.
     store_wait_ns
@@ -108,6 +110,10 @@ class TierConfig:
         Which blocks are stored: "all", or "second-touch", those offered for the second time.
     write_budget_bytes
         Store no more than this many bytes a day, over all ranks; 0 is no limit.
+    partial_loads
+        Whether a serving engine's adapter loads a part of a hit and lets the GPU compute the rest
+        where both together are faster: "on" as the measured rates say, "auto" only where that gains
+        something worth while, "off" never.
     persist
         Keep blocks for the next start. When false the files are unlinked as soon as they are open.
     """
@@ -121,7 +127,7 @@ class TierConfig:
     ring_bytes: int = _option("pages", 256 * _MIB, _MIB, 1024 * 1024 * _MIB)
     merge_bytes: int = _option("pages", _MIB, _PAGE_BYTES, 256 * _MIB)
     load_reserve: float = _option("share", 0.25, 0.0, 0.9)
-    store_queue_bytes: int = _option("size", 256 * _MIB, _PAGE_BYTES, 2**62)
+    store_queue_bytes: int = _option("size", 2048 * _MIB, _PAGE_BYTES, 2**62)
     load_deadline_ns: int = _option("duration", 2 * _SECOND, _MS, _HOUR)
     store_deadline_ns: int = _option("duration", 10 * _SECOND, _MS, _HOUR)
     store_wait_ns: int = _option("duration", _SECOND // 2, 0, _HOUR)
@@ -129,6 +135,7 @@ class TierConfig:
     eviction: Eviction = field(default="lru", metadata=_CHOICE)
     admission: Admission = field(default="all", metadata=_CHOICE)
     write_budget_bytes: int = _option("size", 0, 0, 2**62)
+    partial_loads: PartialLoads = field(default="auto", metadata=_CHOICE)
     persist: bool = _option("switch", True)
 
     def __post_init__(self) -> None:
@@ -208,6 +215,7 @@ _CHOICES: Final = {
     "backend": get_args(Backend),
     "eviction": get_args(Eviction),
     "admission": get_args(Admission),
+    "partial_loads": get_args(PartialLoads),
 }
 
 

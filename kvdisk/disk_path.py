@@ -243,7 +243,11 @@ class DiskPath:
             return None
         if direction is Direction.LOAD:
             engine_id: int | None = self.engine.submit_load(
-                keys, slots, blocks, timeout_s=self._config.load_deadline_ns / _NS_PER_S
+                keys,
+                slots,
+                blocks,
+                timeout_s=self._config.load_deadline_ns / _NS_PER_S,
+                event=event,
             )
         else:
             engine_id = self.engine.submit_store(

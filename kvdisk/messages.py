@@ -109,7 +109,8 @@ class RankReport:
 
     ``source_free``: stores whose blocks this rank no longer reads. ``released_slots`` have left
     quarantine. ``paths`` is the state of every path, or None when unchanged. ``cleared``: the ids
-    of the ``Clear`` messages that are durable now.
+    of the ``Clear`` messages that are durable now. ``loads``: bytes loaded and seconds during which
+    a load was open, both since the last report.
     """
 
     rank: int
@@ -118,6 +119,7 @@ class RankReport:
     released_slots: list[int] = field(default_factory=list)
     paths: tuple[PathState, ...] | None = None
     cleared: list[int] = field(default_factory=list)
+    loads: tuple[int, float] | None = None
 
     def __bool__(self) -> bool:
         return bool(
@@ -126,6 +128,7 @@ class RankReport:
             or self.released_slots
             or self.paths is not None
             or self.cleared
+            or self.loads
         )
 
 

@@ -34,6 +34,7 @@ from kvdisk.open_transfers import OpenTransfer, OpenTransfers, TierResult
 from kvdisk.path_health import TRANSIENT_ERRORS
 from kvdisk.placement import Placement
 from kvdisk.policy import AdmitAll, make_admission_policy, make_eviction_policy
+from kvdisk.rate_meter import RateMeter
 from kvdisk.slots import SlotAllocator, SlotCounts
 from kvdisk.transfer import Direction, RowStatus, stored_key
 
@@ -81,6 +82,7 @@ class TierScheduler:
         self._all_load = True  # no path sits out for loads
         self._open = OpenTransfers(world_size)
         self._clears = Clears()
+        self._load_meters = [RateMeter() for _ in range(world_size)]
         self._finished: list[TierResult] = []
         self._source_free: list[int] = []
         self._id_last = 0
@@ -252,6 +254,8 @@ class TierScheduler:
         """
         if report.paths is not None:
             self._set_paths(report.rank, report.paths)
+        if report.loads is not None:
+            self._load_meters[report.rank].add(*report.loads)
         for transfer_id in report.source_free:
             if self._open.source_free(report.rank, transfer_id):
                 self._source_free.append(transfer_id)
@@ -290,6 +294,12 @@ class TierScheduler:
     def counters(self) -> TierCounters:
         """Running counts; see ``metrics``."""
         return self._counters
+
+    def load_rate(self) -> float | None:
+        """Bytes a second that the slowest rank's disks give to loads now; None: not yet known."""
+        rates = [meter.rate for meter in self._load_meters]
+        known = [rate for rate in rates if rate is not None]
+        return min(known) if len(known) == len(rates) else None
 
     def counts(self) -> SlotCounts:
         """Slots by state."""

@@ -145,15 +145,16 @@ class DiskTier:
             self._worker.submit(transfer, event=event)
         return transfer.id
 
-    def load(self, keys: Sequence[bytes], block_ids: npt.ArrayLike) -> int:
+    def load(self, keys: Sequence[bytes], block_ids: npt.ArrayLike, *, event: int = 0) -> int:
         """Load ``keys[i]`` into block ``block_ids[i]``; returns an id. Never waits.
 
-        A block whose status is not OK has undefined content. Raises as ``store``.
+        A block whose status is not OK has undefined content. ``event``: behind what the blocks are
+        written, as in ``TransferEngine.submit_load``. Raises as ``store``.
         """
         self._require_open()
         transfer = self._scheduler.load(keys, self._blocks(block_ids))
         if len(transfer):
-            self._worker.submit(transfer)
+            self._worker.submit(transfer, event=event)
         return transfer.id
 
     def poll(self) -> TierEvents:
@@ -205,6 +206,10 @@ class DiskTier:
         return self._scheduler.take_removed()
 
     # --- looking at it
+
+    def load_rate(self) -> float | None:
+        """Bytes a second that the disks give to loads now; None: not yet known."""
+        return self._scheduler.load_rate()
 
     def stats(self) -> TierStats:
         """Counters and occupancy now."""

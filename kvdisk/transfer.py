@@ -269,8 +269,9 @@ class TransferEngine:
     ) -> int | None:
         """Store block ``block_ids[i]`` as ``keys[i]`` in ``slots[i]``; returns an id.
 
-        None: refused, because the store queue is full; nothing was begun. ``start_within_s``: a row
-        that found no bounce buffer by then ends as REFUSED. ``event`` is what the source must wait
+        None: refused, because the store queue is full; nothing was begun. Where it has room for
+        some, the rows behind those end as REFUSED. ``start_within_s``: a row that found no bounce
+        buffer by then ends as REFUSED. ``event`` is what the source must wait
         for: on a GPU a recorded ``torch.cuda.Event`` or a raw CUevent, which must not be recorded
         again before the source is free; for host memory a file descriptor that becomes readable (an
         eventfd); 0 is nothing. The blocks must stay unchanged until ``Events.source_free`` names
@@ -292,13 +293,15 @@ class TransferEngine:
         block_ids: npt.ArrayLike,
         *,
         timeout_s: float | None = None,
+        event: int = 0,
     ) -> int:
         """Load ``keys[i]`` from ``slots[i]`` into block ``block_ids[i]``; returns an id.
 
         A load is never refused. A row whose status is not OK leaves its block's content undefined.
-        Raises as ``submit_store``.
+        ``event``, on a GPU: a raw CUevent, recorded behind all that still uses the blocks; they are
+        written after it. It must outlive the load. Raises as ``submit_store``.
         """
-        transfer_id = self._submit(Direction.LOAD, keys, slots, block_ids, timeout_s, None, 0)
+        transfer_id = self._submit(Direction.LOAD, keys, slots, block_ids, timeout_s, None, event)
         assert transfer_id is not None
         return transfer_id
 
@@ -375,6 +378,11 @@ class TransferEngine:
         """Counters, histogram summaries (nanoseconds) and occupancy, as plain numbers and text."""
         stats: dict[str, Any] = self._native.stats()
         return stats
+
+    def load_progress(self) -> tuple[int, int]:
+        """Bytes loaded so far, and the nanoseconds during which a load was open. Never waits."""
+        bytes_loaded, busy_ns = self._native.load_progress()
+        return int(bytes_loaded), int(busy_ns)
 
     def reset_stats(self) -> None:
         """Set the counters and histograms to zero."""

@@ -47,6 +47,7 @@ from kvdisk.transfer import (
 
 _PAGE_BYTES: Final = 4096
 _LEARNS_LATER: Final = "and learns of it when it is opened beside the others: never use it alone"
+_NS_PER_S: Final = 1_000_000_000
 
 Number = TypeVar("Number", bound=np.generic)
 
@@ -105,6 +106,7 @@ class TierWorker:
         self._clears: dict[int, int] = {}  # paths on which they are not yet durable
         self._report = RankReport(rank)
         self._states: tuple[PathState, ...] | None = None
+        self._progress: dict[int, tuple[int, int]] = {}  # of each path's loads
         self._abandoned = 0
         self._closed = False
         self._selector = select.epoll()
@@ -195,8 +197,8 @@ class TierWorker:
     def submit(self, transfer: Transfer, *, event: int = 0) -> None:
         """Begin a transfer. Never blocks and never fails: what cannot be done is reported so.
 
-        ``event`` is what the source of a store must wait for, as in ``submit_store``. A row with a
-        negative block id has no block in this rank: it ends as REFUSED.
+        ``event`` is what the blocks must wait for, as in ``submit_store`` and ``submit_load``. A row
+        with a negative block id has no block in this rank: it ends as REFUSED.
         """
         assert transfer.id not in self._open, "a transfer is submitted once"
         rows = len(transfer)
@@ -248,7 +250,7 @@ class TierWorker:
         states = self._path_states()
         changed = None if states == self._states else states
         self._states = states
-        report = replace(self._report, paths=changed)
+        report = replace(self._report, paths=changed, loads=self._load_progress())
         self._report = RankReport(self._rank)
         return report
 
@@ -390,6 +392,21 @@ class TierWorker:
         due_in = [at - self._clock() for at in tend_at if at is not None]
         limits = [*due_in, *([] if limit_s is None else [limit_s])]
         return max(0.0, min(limits)) if limits else None
+
+    def _load_progress(self) -> tuple[int, float] | None:
+        """Since the last call: paths side by side, so bytes are summed and the longest time counts.
+
+        A path whose engine was replaced begins anew; what it did since is left out.
+        """
+        moved, busy_ns = 0, 0
+        for index, path in self._paths.items():
+            now = path.engine.load_progress()
+            before = self._progress.get(index, (0, 0))
+            self._progress[index] = now
+            if now > before:
+                moved += now[0] - before[0]
+                busy_ns = max(busy_ns, now[1] - before[1])
+        return (moved, busy_ns / _NS_PER_S) if busy_ns > 0 else None
 
     def _path_states(self) -> tuple[PathState, ...]:
         return tuple(

@@ -30,7 +30,8 @@ struct Copy {
     std::uint64_t block_id = 0;
     std::byte* buffer = nullptr;
     CopyDirection direction = CopyDirection::gather;
-    std::uint64_t seed = 0;  // of the checksum
+    std::uint64_t seed = 0;   // of the checksum
+    std::uint64_t event = 0;  // a scatter's: writes the block only after it, where it is a CUevent
 };
 
 struct CopyCompletion {

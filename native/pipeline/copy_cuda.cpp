@@ -276,15 +276,23 @@ class CudaCopier final : public Copier {
         Batch& batch = lane.batches.push();
         batch.ids.clear();
         batch.told = 0;
+        batch.result = cuda::success;
+        std::uint64_t waited_for = 0;
         rows_.clear();
         copies_.clear();
         while (!lane.waiting.empty() && batch.ids.size() < rows_per_batch_) {
             const Copy& copy = lane.waiting.front();
             batch.ids.push_back(copy.id);
+            // Blocks to be loaded may still be in use by what the caller's own stream has to do.
+            if (copy.event != 0 && copy.event != waited_for && batch.result == cuda::success) {
+                batch.result = cuda_.stream_wait_event(
+                    lane.stream, reinterpret_cast<cuda::Event>(copy.event), 0);
+                waited_for = copy.event;
+            }
             add(copy);
             lane.waiting.pop();
         }
-        batch.result = submit_large(lane);
+        if (batch.result == cuda::success) batch.result = submit_large(lane);
         if (batch.result == cuda::success) {
             batch.result =
                 kernel_.launch(lane.direction, rows_, options_.kernel_ctas_max, lane.stream);

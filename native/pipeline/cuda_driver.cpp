@@ -65,6 +65,7 @@ Driver load() {
     find(library, "cuStreamDestroy_v2", driver.stream_destroy);
     find(library, "cuStreamQuery", driver.stream_query);
     find(library, "cuStreamSynchronize", driver.stream_synchronize);
+    find(library, "cuStreamWaitEvent", driver.stream_wait_event);
     find(library, "cuEventCreate", driver.event_create);
     find(library, "cuEventDestroy_v2", driver.event_destroy);
     find(library, "cuEventRecord", driver.event_record);

@@ -57,6 +57,7 @@ struct Driver {
     Result (*stream_destroy)(Stream stream);
     Result (*stream_query)(Stream stream);
     Result (*stream_synchronize)(Stream stream);
+    Result (*stream_wait_event)(Stream stream, Event event, unsigned flags);
     Result (*event_create)(Event* event, unsigned flags);
     Result (*event_destroy)(Event event);
     Result (*event_record)(Event event, Stream stream);

@@ -175,17 +175,18 @@ std::uint64_t Engine::submit(Direction direction, std::vector<Row> rows, std::in
                              std::int64_t start_within_ns, std::uint64_t event) {
     check_rows(rows);
     require_own_process();
+    require(direction == Direction::store || event == 0 || options_.device != "cpu",
+            "a load into host memory waits for no event");
     const std::lock_guard lock(submit_mutex_);
     if (closed_) throw std::logic_error("the engine is closed");
+    std::vector<RowResult> results(rows.size());
     if (direction == Direction::store) {
-        std::uint64_t waiting_bytes = rows.size() * options_.layout.block_bytes;
-        require(waiting_bytes <= options_.store_queue_bytes,
-                "a store is larger than the store queue: submit it in parts");
-        for (const auto& shard : shards_) waiting_bytes += shard->waiting_bytes();
-        if (waiting_bytes > options_.store_queue_bytes) {
-            ++stores_refused_;
-            return 0;
-        }
+        const std::uint64_t fitting = std::min<std::uint64_t>(rows.size(), store_rows_fitting());
+        if (fitting < rows.size()) ++stores_refused_;
+        if (fitting == 0) return 0;
+        rows.resize(fitting);
+        std::fill(results.begin() + static_cast<std::ptrdiff_t>(fitting), results.end(),
+                  RowResult{.status = RowStatus::refused});
     }
     const std::uint64_t id = ++id_last_;
     const std::int64_t now_ns = MonotonicClock().now_ns();
@@ -201,8 +202,7 @@ std::uint64_t Engine::submit(Direction direction, std::vector<Row> rows, std::in
         std::ranges::count_if(parts_, [](const auto& part) { return part != nullptr; }));
     {
         const std::lock_guard outbox_lock(outbox_->mutex);
-        outbox_->open(id, {direction, part_count, part_count, deadline_ns,
-                           std::vector<RowResult>(rows.size())});
+        outbox_->open(id, {direction, part_count, part_count, deadline_ns, std::move(results)});
     }
     for (std::size_t index = 0; index < parts_.size(); ++index) {
         if (!parts_[index]) continue;
@@ -215,6 +215,26 @@ std::uint64_t Engine::submit(Direction direction, std::vector<Row> rows, std::in
         shards_[index]->submit(std::move(parts_[index]));
     }
     return id;
+}
+
+// An empty queue takes a block of any size.
+std::uint64_t Engine::store_rows_fitting() const noexcept {
+    std::uint64_t waiting_bytes = 0;
+    for (const auto& shard : shards_) waiting_bytes += shard->waiting_bytes();
+    if (waiting_bytes >= options_.store_queue_bytes) return 0;
+    const std::uint64_t rows =
+        (options_.store_queue_bytes - waiting_bytes) / options_.layout.block_bytes;
+    return waiting_bytes == 0 ? std::max<std::uint64_t>(1, rows) : rows;
+}
+
+LoadProgress Engine::load_progress() const noexcept {
+    LoadProgress total;
+    for (const auto& shard : shards_) {
+        const LoadProgress progress = shard->load_progress();
+        total.bytes += progress.bytes;
+        total.busy_ns = std::max(total.busy_ns, progress.busy_ns);
+    }
+    return total;
 }
 
 // A forked child has none of the threads, and a mutex may have been held when it was made.

@@ -71,7 +71,7 @@ struct EngineStats {
     std::uint64_t buffer_bytes = 0;
     std::uint64_t pinned_bytes = 0;
     std::uint64_t transfers_open = 0;
-    std::uint64_t stores_refused = 0;     // transfers turned away at submit
+    std::uint64_t stores_refused = 0;     // transfers turned away at submit, whole or in part
     std::uint64_t store_queue_bytes = 0;  // waiting for a buffer
     std::string backend_name, backend_reason, copier_name, copier_note;
     bool fresh = true;  // false: a shard did not answer in time; its last figures are shown
@@ -102,8 +102,9 @@ class Engine {
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // Returns the transfer's id, or 0: refused, the store queue is full. `timeout_ns` < 0: no
-    // deadline; `start_within_ns` < 0: a store waits for a buffer until its deadline.
+    // Returns the transfer's id, or 0: refused, the store queue is full. Of a store that fits in
+    // part, the rows behind those that fit end as refused. `timeout_ns` < 0: no deadline;
+    // `start_within_ns` < 0: a store waits for a buffer until its deadline.
     std::uint64_t submit(Direction direction, std::vector<Row> rows, std::int64_t timeout_ns,
                          std::int64_t start_within_ns, std::uint64_t event);
 
@@ -125,6 +126,9 @@ class Engine {
     EngineStats stats();
     void reset_stats();
 
+    // Over all shards: bytes summed, time of the shard that was busy longest. Never waits.
+    LoadProgress load_progress() const noexcept;
+
     // The records that proved themselves at open, in slot order. Given once.
     RestoredRecords take_restored() { return std::move(restored_); }
 
@@ -144,6 +148,7 @@ class Engine {
     void stand_in();
     void end_remaining_jobs();
     void check_rows(const std::vector<Row>& rows) const;
+    std::uint64_t store_rows_fitting() const noexcept;
 
     EngineOptions options_;  // with its device resolved
     RestoredRecords restored_;

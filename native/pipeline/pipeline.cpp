@@ -57,6 +57,7 @@ std::int64_t Pipeline::step() {
     }
     stepped_ns_ = now;
     moved_ = false;
+    count_load_time(now);
 
     // First whatever keeps the disk busy: take what it has done, give it more.
     io::Completion completions[64];
@@ -120,6 +121,7 @@ void Pipeline::submit(Transfer* transfer) {
     ++transfers_open_;
     expiry_next_ns_ = std::min(expiry_next_ns_, transfer->deadline_ns);
     if (transfer->direction == Direction::load) {
+        if (loads_open_++ == 0) load_progress_at_ns_ = transfer->submitted_ns;
         waiting_loads_.push(transfer);
         return;
     }
@@ -316,7 +318,8 @@ void Pipeline::start_copies(std::uint32_t index, CopyDirection direction) {
                        .block_id = extent.transfer->rows[extent.first_row + i].block_id,
                        .buffer = extent.data + i * options_.slot_bytes,
                        .direction = direction,
-                       .seed = copier_.hashes() ? seed_of(index, i) : 0});
+                       .seed = copier_.hashes() ? seed_of(index, i) : 0,
+                       .event = direction == CopyDirection::scatter ? extent.transfer->event : 0});
     }
 }
 

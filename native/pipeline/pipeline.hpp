@@ -79,6 +79,13 @@ struct PipelineStats {
     void merge(const PipelineStats& other) noexcept;
 };
 
+// What the disk has made of loads since construction: the bytes of rows that ended ok, and for how
+// long any load was open. Their ratio is what a load can count on, beside whatever else went on.
+struct LoadProgress {
+    std::uint64_t bytes = 0;
+    std::uint64_t busy_ns = 0;
+};
+
 class Pipeline {
   public:
     // `records` may be shared between pipelines whose slots never share a record page.
@@ -119,6 +126,9 @@ class Pipeline {
 
     // Store rows that have left the waiting queue since construction, however they left it.
     std::uint64_t store_rows_begun() const noexcept { return store_rows_begun_; }
+
+    // As of the last step.
+    const LoadProgress& load_progress() const noexcept { return load_progress_; }
 
     // Ends what is overdue. Between steps, or while the backend's `submit` has not returned.
     void end_overdue() { expire_due(clock_.now_ns()); }
@@ -279,6 +289,7 @@ class Pipeline {
     void end_row(Transfer& transfer, std::uint32_t row, RowResult result, std::int64_t now);
     bool all_rows_known(std::uint32_t index) const noexcept;
     void count_row(const Transfer& transfer, RowResult result, std::int64_t now);
+    void count_load_time(std::int64_t now) noexcept;
     void free_sources(Transfer& transfer, std::uint32_t count);
     void vacate(std::uint32_t index);
 
@@ -324,6 +335,9 @@ class Pipeline {
     std::uint64_t serial_last_ = 0;
     std::uint64_t io_last_ = 0;
     std::uint32_t transfers_open_ = 0;
+    std::uint32_t loads_open_ = 0;
+    LoadProgress load_progress_;
+    std::int64_t load_progress_at_ns_ = 0;     // up to when it is counted, while loads are open
     std::uint32_t ios_in_flight_[2] = {0, 0};  // payload, per direction
     std::uint64_t store_bytes_in_flight_ = 0;
     std::atomic<std::int64_t> end_by_ns_ = time_never;

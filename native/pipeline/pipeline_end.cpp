@@ -172,8 +172,19 @@ void Pipeline::end_row(Transfer& transfer, std::uint32_t row, RowResult result, 
     if (--transfer.rows_open == 0) {
         KVDISK_CHECK(transfer.sources_open == 0);
         --transfers_open_;
+        if (transfer.direction == Direction::load) {
+            count_load_time(now);
+            --loads_open_;
+        }
         finished_.push(&transfer);
     }
+}
+
+void Pipeline::count_load_time(std::int64_t now) noexcept {
+    if (loads_open_ == 0) return;
+    load_progress_.busy_ns +=
+        static_cast<std::uint64_t>(std::max<std::int64_t>(0, now - load_progress_at_ns_));
+    load_progress_at_ns_ = std::max(load_progress_at_ns_, now);
 }
 
 void Pipeline::count_row(const Transfer& transfer, RowResult result, std::int64_t now) {
@@ -182,6 +193,7 @@ void Pipeline::count_row(const Transfer& transfer, RowResult result, std::int64_
         case RowStatus::ok:
             ++(load ? stats_.rows_loaded : stats_.rows_stored);
             (load ? stats_.bytes_loaded : stats_.bytes_stored) += options_.block_bytes;
+            if (load) load_progress_.bytes += options_.block_bytes;
             (load ? stats_.load_row_ns : stats_.store_row_ns)
                 .record(static_cast<std::uint64_t>(now - transfer.submitted_ns));
             break;

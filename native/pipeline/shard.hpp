@@ -47,6 +47,9 @@ class Shard : public std::enable_shared_from_this<Shard> {
         return (rows_submitted_ - begun) * block_bytes_;
     }
 
+    // Up to date within a step of the thread.
+    LoadProgress load_progress() const noexcept { return {load_bytes_, load_busy_ns_}; }
+
     // Figures in two calls, so that several shards can be asked at once. `add_stats` is false when
     // the thread did not answer in time; then the last known ones were added.
     void ask_stats();
@@ -107,6 +110,8 @@ class Shard : public std::enable_shared_from_this<Shard> {
 
     std::atomic<std::uint64_t> rows_submitted_ = 0;
     std::atomic<std::uint64_t> rows_begun_ = 0;
+    std::atomic<std::uint64_t> load_bytes_ = 0;
+    std::atomic<std::uint64_t> load_busy_ns_ = 0;
 
     std::mutex stats_mutex_;
     std::condition_variable stats_ready_;

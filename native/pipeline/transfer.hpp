@@ -43,7 +43,9 @@ inline constexpr std::int64_t time_never = INT64_MAX;
 struct Transfer {
     std::uint64_t id = 0;
     Direction direction = Direction::store;
-    std::uint64_t event = 0;                // what the source must wait for; 0: nothing
+    // What must have happened before a store reads its blocks, or a load writes them (on a device);
+    // 0: nothing.
+    std::uint64_t event = 0;
     std::int64_t deadline_ns = time_never;  // every row has ended by then
     std::int64_t start_by_ns = time_never;  // store: a row that has no buffer by then is refused
     std::vector<Row> rows;

@@ -365,6 +365,18 @@ EXPORTED int cuEventRecord(void* event, void* stream) {
     return success;
 }
 
+EXPORTED int cuStreamWaitEvent(void* stream, void* event, unsigned) {
+    if (const int error = enter("cuStreamWaitEvent")) return error;
+    auto* const awaited = static_cast<FakeEvent*>(event);
+    static_cast<FakeStream*>(stream)->push([awaited] {
+        std::unique_lock lock(world().mutex);
+        while (awaited->answer == not_ready && world().broken == success) {
+            world().changed.wait_for(lock, std::chrono::milliseconds(1));
+        }
+    });
+    return success;
+}
+
 EXPORTED int cuEventQuery(void* event) {
     if (const int error = enter("cuEventQuery")) return error;
     const std::lock_guard lock(world().mutex);

@@ -291,6 +291,46 @@ TEST_CASE("cuda copier: an event is asked, and fails alone") {
     CHECK_FALSE(copier->cancel(1));
 }
 
+TEST_CASE("cuda copier: a scatter writes only after its event, and no gather waits for it") {
+    for (const std::uint64_t kernel_below_bytes : {std::uint64_t{0}, std::uint64_t{1} << 20}) {
+        fake_cuda_reset(6, 0);
+        Device device({4096, 65536});
+        CudaCopierOptions options = options_of(device);
+        options.kernel_below_bytes = kernel_below_bytes;
+        const auto copier = attached(device, options);
+        device.fill_block(1, 1);
+        device.fill_block(2, 2);
+        std::memset(device.buffer(0), 7, device.layout().block_bytes);
+        void* const event = fake_cuda_make_event(600);
+        copier->start({.id = 1,
+                       .block_id = 1,
+                       .buffer = device.buffer(0),
+                       .direction = CopyDirection::scatter,
+                       .event = reinterpret_cast<std::uint64_t>(event)});
+        copier->start({.id = 2, .block_id = 2, .buffer = device.buffer(2)});
+        const auto gathered = reap(*copier, 1);
+        REQUIRE(gathered.size() == 1);
+        CHECK(gathered[0].id == 2);
+        device.fill_block(1, 3);  // the last use of the block, before the event
+        fake_cuda_set_event(event, 0);
+        const auto scattered = reap(*copier, 1);
+        REQUIRE(scattered.size() == 1);
+        CHECK(scattered[0].error == 0);
+        CHECK(device.buffer_holds(0, 1));
+
+        fake_cuda_fail("cuStreamWaitEvent", 0, 1, 0);
+        device.fill_block(1, 4);
+        copier->start({.id = 3,
+                       .block_id = 1,
+                       .buffer = device.buffer(0),
+                       .direction = CopyDirection::scatter,
+                       .event = reinterpret_cast<std::uint64_t>(event)});
+        CHECK(reap(*copier, 1).at(0).error == EIO);
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        CHECK_FALSE(device.buffer_holds(0, 1));  // nothing was written without the event
+    }
+}
+
 TEST_CASE("cuda copier: everything is given back, also when attaching fails halfway") {
     Device device({4096, 1 << 20});
     const auto nothing_left = [] {

@@ -191,6 +191,26 @@ def an_event_that_never_comes_or_fails_ends_its_store_alone() -> None:
         assert device.store([1, 2]).ok
 
 
+def a_load_writes_only_after_its_event() -> None:
+    """A block that is still in use on the caller's stream: the last use comes first."""
+    fake.fake_cuda_reset(10, 0)
+    fake.fake_cuda_make_event.restype = ctypes.c_void_p
+    with opened("cuda:0") as device:
+        device.fill(1)
+        assert device.store([1, 2]).ok
+        event = fake.fake_cuda_make_event(NOT_READY)
+        waiting = device.engine.submit_load(keys([1]), [1], [SLOTS + 1], event=event)
+        assert device.store([3]).ok, "stores do not wait for it"
+        assert not device.engine.poll().finished
+        for segment in device.cache:
+            segment[SLOTS + 1] = 77
+        fake.fake_cuda_set_event(ctypes.c_void_p(event), 0)
+        assert device.wait(waiting).ok
+        assert device.holds(1)
+    with opened("cpu") as device, pytest.raises(ValueError, match="no event"):
+        device.engine.submit_load(keys([1]), [1], [1], event=event)
+
+
 def a_driver_that_fails_fails_rows() -> None:
     fake.fake_cuda_reset(7, 100)
     with opened("cuda:0") as device:

@@ -101,6 +101,27 @@ def test_a_store_has_all_that_was_written_before_its_event(open_rig: Open) -> No
             assert (rig.caches.blocks(number)[: rig.half] == 100 + round_number).all()
 
 
+def test_a_load_writes_after_all_that_still_uses_its_blocks(open_rig: Open) -> None:
+    """The caller's stream writes to blocks that it has already given to a load."""
+    rig = open_rig("llama-3-8b, 32 x 64 KiB")
+    blocks = list(range(rig.half))
+    rig.fill(blocks, 5)
+    torch.cuda.synchronize()
+    assert rig.finish(rig.store(blocks, blocks)).ok
+    targets = [rig.half + block for block in blocks]
+    stream = torch.cuda.Stream()
+    for round_number in range(20):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(SLEEP_CYCLES)
+            rig.fill(targets, 100 + round_number)
+            used = torch.cuda.Event()
+            used.record()
+        assert rig.finish(rig.load(targets, blocks, event=used.cuda_event)).ok
+        assert used.query(), "the load ended before the blocks' last use"
+        for number in range(len(rig.caches.tensors)):
+            assert (rig.caches.blocks(number)[rig.half :] == 5).all()
+
+
 def test_a_source_may_be_overwritten_once_it_is_free(open_rig: Open) -> None:
     """Scenario A5: the next owner of a block writes at once; the disk has the old content whole."""
     rig = open_rig("llama-3-70b of 8 ranks, 80 x 8 KiB", iodepth=1)

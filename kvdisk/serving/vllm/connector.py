@@ -8,6 +8,7 @@ asserts that no load ever fails.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,7 @@ from vllm.logger import init_logger
 from kvdisk import ConfigError
 from kvdisk.messages import Clear, RankOpened, RankReport
 from kvdisk.serving.vllm.manager import KVDiskManager
+from kvdisk.serving.vllm.partial_loads import PartialLoads
 from kvdisk.serving.vllm.spec import KVDiskSpec
 from kvdisk.serving.vllm.worker import KVDiskWorker
 from kvdisk.tier import opening_line
@@ -115,7 +117,7 @@ class KVDiskConnectorWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         return KVDiskWorkerMetadata(base.completed_jobs, base.transfer_stats, reports)
 
 
-class KVDiskConnector(OffloadingConnector):  # type: ignore[misc]
+class KVDiskConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
     """See docs/vllm.md for its configuration."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -134,6 +136,7 @@ class KVDiskConnector(OffloadingConnector):  # type: ignore[misc]
                 spec, vllm_config, kv_cache_config
             )
             self._manager = spec.get_manager()
+            self.plan_loads(spec.tier_config, spec.token_bytes, self.manager.scheduler.load_rate)
         else:
             self.connector_worker = KVDiskConnectorWorker(spec, vllm_config, kv_cache_config)
 
@@ -172,6 +175,35 @@ class KVDiskConnector(OffloadingConnector):  # type: ignore[misc]
             )
 
     # --- each step
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """As much of what vLLM's own finds as is worth loading now."""
+        assert self.planner is not None
+        assert self.connector_scheduler is not None
+        request_id, now_s = request.request_id, time.monotonic()
+        if self.planner.busy(request_id, now_s):
+            return None, False
+        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if found is None:
+            return None, False
+        rest = request.num_tokens - num_computed_tokens - found
+        wanted = self.planner.tokens_to_load(request_id, found, rest, now_s)
+        if wanted is None:
+            return None, False
+        if wanted >= found:
+            return found, is_async
+        config = self.connector_scheduler.config
+        chunk = max(group.tokens_per_chunk for group in config.kv_group_configs)
+        return self.connector_scheduler.get_num_new_matched_tokens(
+            request, num_computed_tokens, max_num_new_tokens=max(wanted, chunk) if wanted else 0
+        )
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if self.planner is not None:
+            self.planner.load_began(request.request_id, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)

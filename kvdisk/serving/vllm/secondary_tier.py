@@ -34,6 +34,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvdisk import DiskTier, Identity, Layout, RowStatus, TierConfig
+from kvdisk.load_plan import LoadPlanner
 from kvdisk.metrics import TierCounters
 from kvdisk.serving.vllm.events import ChunkEvents
 from kvdisk.serving.vllm.failsafe import Failsafe, failsafe
@@ -44,6 +45,7 @@ from kvdisk.serving.vllm.identity import (
     weights_of_path,
 )
 from kvdisk.serving.vllm.metrics import counters_since, metric_definitions
+from kvdisk.serving.vllm.partial_loads import PartialLoads
 from kvdisk.serving.vllm.spec import keep_nothing_if, share_of_replica
 from kvdisk.tier import opening_line
 
@@ -62,8 +64,11 @@ logger = init_logger("vllm.kvdisk")
 _engine_config: list[Any] = []
 
 
-class KVDiskTieringConnector(OffloadingConnector):  # type: ignore[misc]
-    """vLLM's offloading connector, which lets ``KVDiskTier`` know whose blocks it keeps."""
+class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
+    """vLLM's offloading connector, which lets ``KVDiskTier`` know whose blocks it keeps.
+
+    It also says how much of a prefix is worth bringing back from the disk.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         _engine_config[:] = [vllm_config]
@@ -71,6 +76,38 @@ class KVDiskTieringConnector(OffloadingConnector):  # type: ignore[misc]
             super().__init__(vllm_config, role, kv_cache_config)
         finally:
             _engine_config.clear()
+        self._tier: KVDiskTier | None = None
+        if self.connector_scheduler is not None:
+            tiers = self.connector_scheduler.manager.secondary_tiers
+            self._tier = next((each for each in tiers if isinstance(each, KVDiskTier)), None)
+        if self._tier is not None:
+            self.plan_loads(self._tier.config, self._tier.token_bytes, self._tier.load_rate)
+            self._tier.planner = self.planner
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How much the disk gives is settled when a request is first asked for."""
+        tier, planner = self._tier, self.planner
+        request_id, now_s = request.request_id, time.monotonic()
+        if tier is not None and planner is not None and not tier.has_allowance(request_id):
+            if planner.busy(request_id, now_s):
+                return None, False
+            missing = request.num_tokens - num_computed_tokens
+            wanted = planner.tokens_to_load(request_id, missing, 0, now_s)
+            if wanted is None:
+                return None, False
+            tier.allow(request_id, wanted)
+        answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
+        return answer
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if self._tier is not None and self.planner is not None:
+            self._tier.forget_allowance(request.request_id)  # preempted, it is asked for anew
+            self.planner.settled(request.request_id, num_external_tokens)
 
 
 class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
@@ -107,6 +144,34 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         self._finished: list[JobResult] = []
         self._waited: dict[str, bool] = {}  # by request: whether it has waited in vain
         self._told = TierCounters(block_bytes=layout.block_bytes)
+        self.config = config
+        self.planner: LoadPlanner | None = None
+        groups = offloading_spec.config.groups
+        self._chunk_tokens = groups[0].tokens_per_block * offloading_spec.blocks_per_chunk
+        self._keys_per_chunk = len(groups)
+        self._allowed: dict[str, int] = {}  # keys that a request may still have from here
+
+    # --- how much of a prefix comes from the disk
+
+    @property
+    def token_bytes(self) -> float:
+        """Of the disk, for a token of all ranks."""
+        return self._keys_per_chunk * self.block_size_bytes / self._chunk_tokens
+
+    def load_rate(self) -> float | None:
+        """Bytes a second that the disk gives; None: not yet known."""
+        return self._tier.load_rate()
+
+    def has_allowance(self, request_id: str) -> bool:
+        return request_id in self._allowed
+
+    def allow(self, request_id: str, tokens: int) -> None:
+        """A request may have so many tokens from the disk, a chunk at least unless it is none."""
+        chunks = -(-tokens // self._chunk_tokens)
+        self._allowed[request_id] = chunks * self._keys_per_chunk
+
+    def forget_allowance(self, request_id: str) -> None:
+        self._allowed.pop(request_id, None)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +181,12 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if self._waited.get(req_context.req_id):
             return _MISS  # what it still lacks is computed
-        return _HIT if self._tier.contains([key]) else _MISS
+        allowed = self._allowed.get(req_context.req_id)
+        if allowed == 0 or not self._tier.contains([key]):
+            return _MISS
+        if allowed is not None:
+            self._allowed[req_context.req_id] = allowed - 1
+        return _HIT
 
     @failsafe(lambda self, job_metadata: self._fail(job_metadata))
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -128,6 +198,9 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
     def submit_load(self, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
         transfer_id = self._tier.load(keys, np.asarray(job_metadata.chunk_ids))
+        if self.planner is not None:
+            tokens = len(keys) * self._chunk_tokens // self._keys_per_chunk
+            self.planner.load_began(job_metadata.req_context.req_id, tokens)
         self._jobs[transfer_id] = (job_metadata, True)
 
     @failsafe(lambda self: self._take_finished())
@@ -150,6 +223,7 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._waited.pop(req_context.req_id, None)
+        self.forget_allowance(req_context.req_id)
 
     def drain_jobs(self) -> None:
         """Called when vLLM resets its cache, as after an update of the weights: so forget all.
@@ -200,6 +274,8 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
             job, is_load = self._jobs.pop(result.transfer_id)
             keys = list(job.keys)
             good = result.statuses == RowStatus.OK
+            if is_load and self.planner is not None:
+                self.planner.load_ended(job.req_context.req_id)
             if not is_load:
                 self._events.stored(key for key, ok in zip(keys, good.tolist(), strict=True) if ok)
                 good |= result.statuses == RowStatus.BUSY  # another store of it is under way

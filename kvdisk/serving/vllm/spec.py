@@ -60,6 +60,7 @@ class KVDiskSpec(OffloadingSpec):  # type: ignore[misc]
             replica=config.parallel.data_parallel_index,
             weights=weights,
         )
+        self.token_bytes = sum(self.block_bytes / group.tokens_per_block for group in config.groups)
         self._manager: KVDiskManager | None = None
         self._worker: KVDiskWorker | None = None
 

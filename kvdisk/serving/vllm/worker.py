@@ -9,6 +9,7 @@ has not begun is given up instead.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -29,6 +30,7 @@ from kvdisk.serving.vllm.failsafe import Failsafe, failsafe, logger
 from kvdisk.serving.vllm.manager import KVDiskLoadStoreSpec
 
 _NO_BLOCK: Final = -1
+_LATE_EVENTS_MAX: Final = 1024  # of transfers that ran into their deadlines: perhaps still in use
 _SLACK_S: Final = 30.0  # beyond the longest deadline: then a copy hangs in the device
 
 
@@ -42,7 +44,7 @@ class _Job:
     moves: npt.NDArray[np.int64]  # the block of each row that is moved, or _NO_BLOCK
     bytes_per_row: int
     began_s: float
-    event: Any = None
+    event: Any
     source_free: bool = False
 
 
@@ -83,6 +85,7 @@ class KVDiskWorker(Failsafe, OffloadingWorker):  # type: ignore[misc]
         self._reports: list[RankReport] = []
         self._ended: list[TransferResult] = []
         self._failed: dict[int, list[int]] = {}  # job: blocks that were not loaded
+        self._late_events: deque[Any] = deque(maxlen=_LATE_EVENTS_MAX)
 
     # --- vLLM's calls
 
@@ -94,8 +97,7 @@ class KVDiskWorker(Failsafe, OffloadingWorker):  # type: ignore[misc]
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KVDiskLoadStoreSpec
     ) -> bool:
-        event = self._record_event()
-        return self._submit(job_id, src_spec, dst_spec, is_load=False, event=event)
+        return self._submit(job_id, src_spec, dst_spec, is_load=False)
 
     @failsafe(
         lambda self, job_id, src_spec, dst_spec, expedited=False: self._refuse(
@@ -109,7 +111,7 @@ class KVDiskWorker(Failsafe, OffloadingWorker):  # type: ignore[misc]
         dst_spec: GPULoadStoreSpec,
         expedited: bool = False,
     ) -> bool:
-        return self._submit(job_id, dst_spec, src_spec, is_load=True, event=None)
+        return self._submit(job_id, dst_spec, src_spec, is_load=True)
 
     @failsafe(lambda self: self._take_ended())
     def get_finished(self) -> list[TransferResult]:
@@ -175,11 +177,11 @@ class KVDiskWorker(Failsafe, OffloadingWorker):  # type: ignore[misc]
         disk: KVDiskLoadStoreSpec,
         *,
         is_load: bool,
-        event: Any,
     ) -> bool:
         by_row = self._blocks_by_row(gpu, disk, is_load=is_load)
         transfer = disk.transfer
         moves = by_row[transfer.positions]
+        event = self._record_event()
         job = _Job(
             job_id,
             is_load,
@@ -231,7 +233,11 @@ class KVDiskWorker(Failsafe, OffloadingWorker):  # type: ignore[misc]
         return by_row
 
     def _record_event(self) -> Any:
-        """What the blocks' content is complete after; None where computing is synchronous."""
+        """Behind what the GPU has been given so far; None where computing is synchronous.
+
+        A store's blocks are complete then. A load's blocks may be in use until then: the step under
+        way may still write for the request that they belonged to before.
+        """
         if self._device.type != "cuda":
             return None
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -292,6 +298,8 @@ class KVDiskWorker(Failsafe, OffloadingWorker):  # type: ignore[misc]
         if job is None:
             return
         self._transfers.pop(job.job_id, None)
+        if job.event is not None and np.any(statuses == RowStatus.TIMED_OUT):
+            self._late_events.append(job.event)
         ok = statuses == RowStatus.OK
         if job.is_load:
             loaded = job.moves[ok]

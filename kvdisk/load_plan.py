@@ -1,0 +1,248 @@
+"""How much of a hit to load and how much to compute again, so that disk and GPU finish together.
+
+A disk may be slower than the GPU at making the same blocks. Then loading every hit makes requests
+wait longer than having no tier at all; computing everything leaves the disk idle. So each hit
+prefix is split: its head is loaded while the GPU works for the requests before it, its tail is
+computed. How long either takes follows from rates that are measured all the time, and from what is
+still to be done for the requests before.
+
+No I/O, no clock of its own, no serving engine: times are passed in, in seconds, amounts in tokens
+and bytes. A serving engine's adapter tells it what happens, request by request, and asks.
+
+What always holds:
+    * A request is put off at most once, and no other one at the same time.
+    * A disk whose rate is not known is asked for little, until it has shown what it can do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from kvdisk.config import PartialLoads
+from kvdisk.rate_meter import RateMeter
+
+_KNOWN_FOR_S: Final = 10.0  # without new evidence a rate is a guess again
+_PROBE_S: Final = 0.05  # what finding a rate out may cost, by the last one known
+_FIRST_GUESS_BYTES_S: Final = 1e9
+_WORTH_IT: Final = 0.05  # of the time: "auto" leaves a hit whole for less than this
+_FULL_STEP: Final = 0.5  # of the largest step: smaller ones say little about the GPU's rate
+_FORGETTING: Final = 0.99  # of the largest step, at each one
+
+
+class PrefillMeter:
+    """How many tokens a second the GPU computes, from when its steps begin and end.
+
+    Steps may overlap: the next one is given to the GPU before the output of the last one is here.
+    """
+
+    def __init__(self) -> None:
+        self._meter = RateMeter()
+        self._largest = 0.0
+        self._tokens = 0  # given to the GPU since ``_began_s``
+        self._began_s = 0.0
+        self._ended_s = -math.inf
+
+    @property
+    def rate(self) -> float | None:
+        """None: nothing was measured yet."""
+        return self._meter.rate
+
+    def began(self, tokens: int, now_s: float) -> None:
+        """A step of so many tokens of prompts, after all before it."""
+        if self._tokens and self._ended_s > self._began_s:
+            self._largest = max(_FORGETTING * self._largest, float(self._tokens))
+            if self._tokens >= _FULL_STEP * self._largest:
+                self._meter.add(self._tokens, self._ended_s - self._began_s)
+            self._tokens = 0
+        if not self._tokens:
+            self._began_s = now_s
+        self._tokens += tokens
+
+    def ended(self, now_s: float) -> None:
+        """The output of a step, of this one or the one before."""
+        self._ended_s = now_s
+
+
+@dataclass
+class _Request:
+    """What is still to be done for a request, in tokens."""
+
+    to_compute: float
+    to_load: float = 0.0
+    missing: float = 0.0  # on the GPU, when it was asked for last
+    asked: bool = False  # the engine has asked for it or begun with it: it is no longer behind
+    put_off: bool = False
+
+
+@dataclass
+class _Work:
+    """What has been asked for and not yet been done, in tokens. ``ready`` waits for no load."""
+
+    to_load: float = 0.0
+    to_compute: float = 0.0
+    ready: float = 0.0
+
+    def add(self, request: _Request, sign: int = 1) -> None:
+        if request.asked:
+            self.to_load += sign * request.to_load
+            self.to_compute += sign * request.to_compute
+            if not request.to_load:
+                self.ready += sign * request.to_compute
+
+
+class LoadPlanner:
+    """The waiting requests of one scheduler. Not thread-safe: one thread calls it."""
+
+    def __init__(self, mode: PartialLoads, *, token_bytes: float, queue_limit_s: float) -> None:
+        """``token_bytes``: what a rank's disk reads for a token. ``queue_limit_s``: never ask for
+        more than the disk can give in that time, so that no load runs into its deadline.
+        """
+        self._mode = mode
+        self._token_bytes = token_bytes
+        self._queue_limit_s = queue_limit_s
+        self._steps = PrefillMeter()
+        self._load_rate: float | None = None  # bytes per second
+        self._load_rate_at_s = -math.inf
+        self._requests: dict[str, _Request] = {}
+        self._work = _Work()
+        self._not_asked = 0
+        self._put_off: str | None = None  # the request that waits for the next step
+
+    # --- what happens
+
+    def arrived(self, request_id: str, tokens: int) -> None:
+        """A request waits, of ``tokens`` tokens as far as is known."""
+        self.gone(request_id)
+        self._requests[request_id] = _Request(float(tokens))
+        self._not_asked += 1
+
+    def load_began(self, request_id: str, tokens: int) -> None:
+        """So many tokens of a request are being loaded: they need not be computed."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            left = max(0.0, request.to_compute - tokens)
+            self._set(request_id, request.to_load + tokens, left)
+
+    def settled(self, request_id: str, found_tokens: int) -> None:
+        """The engine goes on with a request, of which so many tokens need not be computed."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._set(request_id, request.to_load, max(0.0, request.missing - found_tokens))
+
+    def load_ended(self, request_id: str) -> None:
+        """All loads of a request have ended."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._set(request_id, 0, request.to_compute)
+
+    def step_began(self, tokens: Mapping[str, int], now_s: float) -> None:
+        """The GPU's next step computes so many tokens of each of these requests."""
+        for request_id, count in tokens.items():
+            request = self._requests.get(request_id)
+            if request is not None and request.to_compute:
+                self._set(request_id, request.to_load, max(0.0, request.to_compute - count))
+        self._steps.began(sum(count for count in tokens.values() if count > 1), now_s)
+
+    def step_ended(self, now_s: float) -> None:
+        """The output of a step is here."""
+        self._steps.ended(now_s)
+
+    def measured_loads(self, bytes_per_s: float, now_s: float) -> None:
+        """What the slowest rank's disk gives now."""
+        self._load_rate, self._load_rate_at_s = bytes_per_s, now_s
+
+    def gone(self, request_id: str) -> None:
+        """A request has ended."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._work.add(request, -1)
+            self._not_asked -= not request.asked
+        if self._put_off == request_id:
+            self._put_off = None
+
+    # --- what to do
+
+    def busy(self, request_id: str, now_s: float) -> bool:
+        """Both disk and GPU have enough to do, so that asking later is better for this request.
+
+        It costs nothing then, and the answer follows from what will be known.
+        """
+        rate, prefill = self._known_load_rate(now_s), self._steps.rate
+        if self._mode == "off" or rate is None or not prefill:
+            return False
+        work = self._work_of_others(request_id)
+        queued_s = work.to_load * self._token_bytes / rate
+        return min(queued_s, work.ready / prefill) >= self._queue_limit_s
+
+    def tokens_to_load(
+        self, request_id: str, hit_tokens: int, rest_tokens: int, now_s: float
+    ) -> int | None:
+        """How many of ``hit_tokens`` to load; ``rest_tokens`` are computed in any case.
+
+        None: put the request off until the next step, so that the loads of those behind it begin
+        before the GPU is given all of this one.
+        """
+        request = self._requests.get(request_id)
+        if request is None or self._mode == "off":
+            return hit_tokens
+        request.missing = float(hit_tokens + rest_tokens)
+        if self._put_off == request_id:
+            self._put_off = None  # it is first: the GPU begins with it
+            return 0
+        wanted = self._best_split(self._work_of_others(request_id), hit_tokens, now_s)
+        self._set(request_id, 0, request.missing)
+        may_wait = self._put_off is None and not request.put_off and self._not_asked > 0
+        if wanted == 0 and hit_tokens > 0 and may_wait:
+            self._put_off, request.put_off = request_id, True
+            return None
+        return wanted
+
+    # --- steps of the above
+
+    def _best_split(self, before: _Work, hit_tokens: int, now_s: float) -> int:
+        queued_bytes = before.to_load * self._token_bytes
+        rate = self._known_load_rate(now_s)
+        if rate is None:
+            guess = self._load_rate or _FIRST_GUESS_BYTES_S
+            room_bytes = guess * _PROBE_S - queued_bytes
+            return min(hit_tokens, math.ceil(max(0.0, room_bytes) / self._token_bytes))
+        tokens_per_s = rate / self._token_bytes
+        disk_s = queued_bytes / rate
+        most = min(hit_tokens, int(max(0.0, self._queue_limit_s - disk_s) * tokens_per_s))
+        prefill = self._steps.rate
+        if not prefill:
+            return most
+        gpu_s = before.to_compute / prefill
+
+        def ends_s(load_tokens: float) -> float:
+            loaded_s = disk_s + load_tokens / tokens_per_s if load_tokens else 0.0
+            return max(loaded_s, gpu_s) + (hit_tokens - load_tokens) / prefill
+
+        while_gpu_works = min(most, max(0, int((gpu_s - disk_s) * tokens_per_s)))
+        best = min((most, while_gpu_works, 0), key=ends_s)
+        if self._mode == "auto" and ends_s(most) <= (1 + _WORTH_IT) * ends_s(best):
+            return most
+        return best
+
+    def _known_load_rate(self, now_s: float) -> float | None:
+        fresh = now_s - self._load_rate_at_s <= _KNOWN_FOR_S
+        return self._load_rate if fresh else None
+
+    def _work_of_others(self, request_id: str) -> _Work:
+        others = replace(self._work)
+        if request_id in self._requests:
+            others.add(self._requests[request_id], -1)
+        return others
+
+    def _set(self, request_id: str, load_tokens: float, compute_tokens: float) -> None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        self._work.add(request, -1)
+        self._not_asked -= not request.asked
+        request.asked = True
+        request.to_load, request.to_compute = float(load_tokens), float(compute_tokens)
+        self._work.add(request)

@@ -1,0 +1,207 @@
+"""Loading and computing side by side: on a model of a disk, a GPU and a server's scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from kvdisk.load_plan import LoadPlanner, PrefillMeter
+from kvdisk.rate_meter import RateMeter
+
+TOKENS = 8192  # of a prompt, all of them on disk
+STEP_TOKENS = 8192
+CACHE_TOKENS = 8 * TOKENS
+GPU = 40_000.0  # tokens a second
+TOKEN_BYTES = 131072.0
+
+
+@dataclass
+class _Prompt:
+    name: str
+    left: float = TOKENS
+    loaded_at: float | None = None
+    admitted: bool = False
+
+
+class _Server:
+    """Steps as vLLM's scheduler makes them: in order, loads beside them, a cache of some prompts."""
+
+    def __init__(self, mode: str, disk: float) -> None:
+        self.disk = disk  # tokens a second
+        self.planner = LoadPlanner(mode, token_bytes=TOKEN_BYTES, queue_limit_s=1.0)  # type: ignore[arg-type]
+        self.now = 0.0
+        self.disk_free = 0.0
+        self.put_off: dict[str, int] = {}
+        self.loaded = 0.0
+
+    def serve(self, count: int, *, hits: bool = True) -> float:
+        """Seconds until all of ``count`` prompts, which come at once, are computed."""
+        began = self.now
+        waiting = [_Prompt(f"{began}-{number}") for number in range(count)]
+        for prompt in waiting:
+            self.planner.arrived(prompt.name, TOKENS)
+        while waiting:
+            self._step(waiting, hits)
+            waiting = [prompt for prompt in waiting if prompt.left > 0]
+        return self.now - began
+
+    def _step(self, waiting: list[_Prompt], hits: bool) -> None:
+        room = CACHE_TOKENS - TOKENS * sum(prompt.admitted for prompt in waiting)
+        tokens: dict[str, int] = {}
+        for prompt in waiting:
+            left = STEP_TOKENS - sum(tokens.values())
+            if left <= 0:
+                break
+            if not prompt.admitted:
+                if room < TOKENS or self.planner.busy(prompt.name, self.now):
+                    continue
+                wanted = self.planner.tokens_to_load(
+                    prompt.name, TOKENS if hits else 0, 0 if hits else TOKENS, self.now
+                )
+                if wanted is None:
+                    self.put_off[prompt.name] = self.put_off.get(prompt.name, 0) + 1
+                    continue
+                self._admit(prompt, wanted)
+                room -= TOKENS
+            if prompt.loaded_at is None:
+                tokens[prompt.name] = int(min(left, prompt.left))
+                prompt.left -= tokens[prompt.name]
+        self.planner.step_began(tokens, self.now)
+        self.now += max(0.001, sum(tokens.values()) / GPU)
+        for prompt in waiting:
+            if prompt.loaded_at is not None and prompt.loaded_at <= self.now:
+                prompt.loaded_at = None
+                self.planner.load_ended(prompt.name)
+                self.planner.measured_loads(self.disk * TOKEN_BYTES, self.now)
+            if prompt.left <= 0:
+                self.planner.gone(prompt.name)
+        self.planner.step_ended(self.now)
+
+    def _admit(self, prompt: _Prompt, wanted: int) -> None:
+        prompt.admitted = True
+        wanted = min(wanted, TOKENS - 1)  # the last token is always computed
+        prompt.left -= wanted
+        if wanted > 0:
+            self.loaded += wanted
+            self.disk_free = max(self.disk_free, self.now) + wanted / self.disk
+            prompt.loaded_at = self.disk_free
+            self.planner.load_began(prompt.name, wanted)
+        else:
+            self.planner.settled(prompt.name, 0)
+
+
+def _warm(mode: str, disk: float) -> _Server:
+    """A server that has computed and loaded a little, so that it knows both rates."""
+    server = _Server(mode, disk)
+    server.serve(4, hits=False)
+    server.serve(1)
+    server.serve(1)
+    return server
+
+
+@pytest.mark.parametrize("disk", [0.002, 0.05, 0.4, 1.4, 10.0])
+@pytest.mark.parametrize("count", [1, 2, 4, 16, 64])
+def test_never_slower_than_computing_everything(disk: float, count: int) -> None:
+    seconds = _warm("auto", disk * GPU).serve(count)
+    assert seconds <= 1.05 * count * TOKENS / GPU + 0.01
+
+
+@pytest.mark.parametrize(("disk", "slack"), [(0.2, 1.05), (0.4, 1.08), (1.4, 1.25), (10.0, 1.6)])
+def test_many_prompts_use_disk_and_gpu_together(disk: float, slack: float) -> None:
+    count = 32
+    seconds = _warm("auto", disk * GPU).serve(count)
+    assert seconds <= slack * count * TOKENS / (GPU + disk * GPU)
+
+
+def test_a_slow_disk_is_asked_for_next_to_nothing_and_again_when_it_is_fast() -> None:
+    server = _warm("auto", 0.001 * GPU)
+    server.loaded = 0
+    server.serve(64)
+    assert server.loaded < 0.01 * 64 * TOKENS
+    server.disk = 10 * GPU
+    server.now += 60
+    for _ in range(4):
+        server.serve(8)
+        server.now += 60
+    assert server.serve(64) < 0.5 * 64 * TOKENS / GPU
+
+
+def test_off_loads_every_hit_whole_and_nobody_is_put_off() -> None:
+    server = _Server("off", 0.1 * GPU)
+    assert server.serve(4) == pytest.approx(4 * TOKENS / (0.1 * GPU), rel=0.05)
+    assert not server.put_off
+
+
+def test_a_lone_hit_on_a_fast_disk_is_loaded_whole() -> None:
+    server = _warm("auto", 10 * GPU)
+    server.loaded = 0
+    server.serve(1)
+    assert server.loaded == TOKENS - 1
+
+
+def test_nobody_is_put_off_twice() -> None:
+    server = _warm("auto", 0.4 * GPU)
+    server.serve(64)
+    assert server.put_off
+    assert set(server.put_off.values()) == {1}
+
+
+def test_no_more_is_asked_of_the_disk_than_it_gives_before_the_deadline() -> None:
+    planner = LoadPlanner("auto", token_bytes=1.0, queue_limit_s=1.0)
+    planner.measured_loads(1000.0, 0.0)
+    asked = 0
+    for number in range(10):
+        planner.arrived(str(number), 800)
+        wanted = planner.tokens_to_load(str(number), 800, 0, 0.0)
+        assert wanted is not None
+        planner.load_began(str(number), wanted)
+        asked += wanted
+    assert asked == 1000
+
+
+def test_what_has_ended_is_forgotten() -> None:
+    planner = LoadPlanner("on", token_bytes=1.0, queue_limit_s=1.0)
+    planner.measured_loads(1000.0, 0.0)
+    for number in range(100):
+        planner.arrived(str(number), 500)
+        planner.tokens_to_load(str(number), 400, 100, 0.0)
+        planner.load_began(str(number), 400)
+        planner.gone(str(number))
+    planner.gone("unknown")
+    planner.arrived("last", 500)
+    assert planner.tokens_to_load("last", 400, 100, 0.0) == 400
+
+
+def test_the_prefill_rate_leaves_out_idle_time_and_small_steps() -> None:
+    meter = PrefillMeter()
+    assert meter.rate is None
+    meter.began(1000, 0.0)
+    meter.ended(0.5)
+    meter.began(0, 100.0)  # after a pause
+    assert meter.rate == pytest.approx(2000)
+    meter.began(8, 100.0)
+    meter.ended(100.1)
+    meter.began(0, 100.1)
+    assert meter.rate == pytest.approx(2000)
+
+
+def test_the_prefill_rate_of_steps_that_overlap() -> None:
+    """Each step is given to the GPU while the one before it runs."""
+    meter = PrefillMeter()
+    meter.began(1000, 0.0)
+    meter.began(1000, 0.001)
+    for number in range(1, 50):
+        meter.ended(0.5 * number)
+        meter.began(1000, 0.5 * number + 0.001)
+    assert meter.rate == pytest.approx(2000, rel=0.05)
+
+
+def test_a_rate_follows_what_came_last() -> None:
+    meter = RateMeter()
+    for _ in range(20):
+        meter.add(100, 0.1)
+    assert meter.rate == pytest.approx(1000)
+    for _ in range(30):
+        meter.add(10, 0.1)
+    assert meter.rate == pytest.approx(100, rel=0.5)
