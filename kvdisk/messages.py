@@ -9,7 +9,7 @@ Scheduler to every worker: ``Transfer`` and ``Clear``. Each worker to the schedu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -56,6 +56,16 @@ class PathState:
     loads: bool = True
     stores: bool = True
     reason: str = ""
+
+
+def worst_of(states: Iterable[PathState]) -> PathState:
+    """What a path can do where all of its ranks must."""
+    every = list(states)
+    return PathState(
+        loads=all(state.loads for state in every),
+        stores=all(state.stores for state in every),
+        reason=next((state.reason for state in every if state.reason), ""),
+    )
 
 
 @dataclass(frozen=True)

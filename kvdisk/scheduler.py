@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvdisk import messages
 from kvdisk.agreement import keys_not_held, rows_of_all
 from kvdisk.clears import Clears
 from kvdisk.config import TierConfig
@@ -297,9 +298,8 @@ class TierScheduler:
 
     def load_rate(self) -> float | None:
         """Bytes a second that the slowest rank's disks give to loads now; None: not yet known."""
-        rates = [meter.rate for meter in self._load_meters]
-        known = [rate for rate in rates if rate is not None]
-        return min(known) if len(known) == len(rates) else None
+        known = [meter.rate for meter in self._load_meters if meter.rate is not None]
+        return min(known) if len(known) == self.world_size else None
 
     def counts(self) -> SlotCounts:
         """Slots by state."""
@@ -308,7 +308,7 @@ class TierScheduler:
     def path_states(self) -> tuple[PathState, ...]:
         """Each path over all ranks: it takes part only where it does in every rank."""
         return tuple(
-            _worst([states[index] for states in self._rank_paths.values()])
+            messages.worst_of([states[index] for states in self._rank_paths.values()])
             for index in range(self.placement.path_count)
         )
 
@@ -485,11 +485,3 @@ def _block_ids(block_ids: npt.ArrayLike, count: int) -> npt.NDArray[np.int64]:
     if blocks.shape != (count,):
         raise ValueError(f"{count} keys need as many block ids, not shape {blocks.shape}")
     return blocks
-
-
-def _worst(states: Sequence[PathState]) -> PathState:
-    return PathState(
-        loads=all(state.loads for state in states),
-        stores=all(state.stores for state in states),
-        reason=next((state.reason for state in states if state.reason), ""),
-    )

@@ -197,8 +197,8 @@ class TierWorker:
     def submit(self, transfer: Transfer, *, event: int = 0) -> None:
         """Begin a transfer. Never blocks and never fails: what cannot be done is reported so.
 
-        ``event`` is what the blocks must wait for, as in ``submit_store`` and ``submit_load``. A row
-        with a negative block id has no block in this rank: it ends as REFUSED.
+        ``event`` is what the blocks must wait for, as in ``submit_store`` and ``submit_load``. A
+        row with a negative block id has no block in this rank: it ends as REFUSED.
         """
         assert transfer.id not in self._open, "a transfer is submitted once"
         rows = len(transfer)

@@ -181,6 +181,7 @@ void Pipeline::payload_moved(std::uint32_t index, std::int64_t now) {
 bool Pipeline::store_has_place(std::uint64_t io_bytes, std::int64_t now) const noexcept {
     if (ios_in_flight_[static_cast<std::size_t>(Direction::store)] >= options_.iodepth)
         return false;
+    if (loads_open_ > 0 && store_credit_bytes_ <= 0) return false;
     return now >= store_limit_lifts_ns() ||
            store_bytes_in_flight_ + io_bytes <=
                options_.store_depth_beside_loads * ring_.buffer_bytes();
@@ -218,7 +219,10 @@ void Pipeline::push_payload(std::uint32_t index, std::int64_t now) {
     extent.io_id = next_io_id(index);
     extent.io_bytes = io_left_bytes(extent);
     extent.io_started_ns = now;
-    if (!load) store_bytes_in_flight_ += extent.io_bytes;
+    if (!load) {
+        store_bytes_in_flight_ += extent.io_bytes;
+        if (loads_open_ > 0) store_credit_bytes_ -= static_cast<std::int64_t>(extent.io_bytes);
+    }
     backend_.push(
         {.id = extent.io_id,
          .offset = extent.slot * options_.slot_bytes + extent.done_bytes,

@@ -174,7 +174,7 @@ void Pipeline::end_row(Transfer& transfer, std::uint32_t row, RowResult result, 
         --transfers_open_;
         if (transfer.direction == Direction::load) {
             count_load_time(now);
-            --loads_open_;
+            if (--loads_open_ == 0) store_credit_bytes_ = 0;
         }
         finished_.push(&transfer);
     }
@@ -193,7 +193,11 @@ void Pipeline::count_row(const Transfer& transfer, RowResult result, std::int64_
         case RowStatus::ok:
             ++(load ? stats_.rows_loaded : stats_.rows_stored);
             (load ? stats_.bytes_loaded : stats_.bytes_stored) += options_.block_bytes;
-            if (load) load_progress_.bytes += options_.block_bytes;
+            if (load) {
+                load_progress_.bytes += options_.block_bytes;
+                store_credit_bytes_ += static_cast<std::int64_t>(
+                    options_.block_bytes / options_.load_bytes_per_store_byte);
+            }
             (load ? stats_.load_row_ns : stats_.store_row_ns)
                 .record(static_cast<std::uint64_t>(now - transfer.submitted_ns));
             break;

@@ -322,3 +322,29 @@ TEST_CASE("pipeline: a store that may not wait is taken when there is a buffer")
         CHECK(store->results[0].status == RowStatus::ok);
     }
 }
+
+TEST_CASE(
+    "pipeline: while loads are open, stores get an eighth of their bytes, and all afterwards") {
+    Fixture fixture;
+    constexpr std::uint64_t loads = 32, stores = 16;
+    for (std::uint64_t number = 0; number < loads; ++number) {
+        REQUIRE(fixture.move(Direction::store, number) == RowStatus::ok);
+    }
+    fixture.run(2 * fixture.options.loads_linger_ns);
+    std::vector<Transfer*> loading, storing;
+    for (std::uint64_t number = 0; number < loads; ++number) {
+        loading.push_back(&fixture.submit(Direction::load, number, 60'000'000'000));
+        if (number < stores) {
+            storing.push_back(&fixture.submit(Direction::store, loads + number, 60'000'000'000));
+        }
+    }
+    const auto count_ok = [](const std::vector<Transfer*>& transfers) {
+        return std::ranges::count_if(transfers, [](const Transfer* transfer) {
+            return transfer->results[0].status == RowStatus::ok;
+        });
+    };
+    while (count_ok(loading) < static_cast<std::int64_t>(loads)) fixture.run(10'000);
+    CHECK(count_ok(storing) <= static_cast<std::int64_t>(loads / 8 + 1));
+    fixture.run(60'000'000'000);
+    CHECK(count_ok(storing) == static_cast<std::int64_t>(stores));
+}

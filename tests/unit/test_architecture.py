@@ -40,6 +40,8 @@ GROUPS = {
         "background",
         "self_test",
         "metrics",
+        "rate_meter",
+        "load_plan",
         "scheduler",
         "worker",
         "tier",

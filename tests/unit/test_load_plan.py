@@ -25,7 +25,7 @@ class _Prompt:
 
 
 class _Server:
-    """Steps as vLLM's scheduler makes them: in order, loads beside them, a cache of some prompts."""
+    """Steps as vLLM's scheduler makes them: in order, loads beside them, a cache of a few."""
 
     def __init__(self, mode: str, disk: float) -> None:
         self.disk = disk  # tokens a second

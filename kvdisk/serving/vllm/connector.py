@@ -196,9 +196,10 @@ class KVDiskConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
             return found, is_async
         config = self.connector_scheduler.config
         chunk = max(group.tokens_per_chunk for group in config.kv_group_configs)
-        return self.connector_scheduler.get_num_new_matched_tokens(
+        answer: tuple[int | None, bool] = self.connector_scheduler.get_num_new_matched_tokens(
             request, num_computed_tokens, max_num_new_tokens=max(wanted, chunk) if wanted else 0
         )
+        return answer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)

@@ -156,7 +156,7 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
     @property
     def token_bytes(self) -> float:
         """Of the disk, for a token of all ranks."""
-        return self._keys_per_chunk * self.block_size_bytes / self._chunk_tokens
+        return float(self._keys_per_chunk * self.block_size_bytes / self._chunk_tokens)
 
     def load_rate(self) -> float | None:
         """Bytes a second that the disk gives; None: not yet known."""

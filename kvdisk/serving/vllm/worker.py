@@ -44,7 +44,7 @@ class _Job:
     moves: npt.NDArray[np.int64]  # the block of each row that is moved, or _NO_BLOCK
     bytes_per_row: int
     began_s: float
-    event: Any
+    event: Any = None
     source_free: bool = False
 
 
