@@ -104,8 +104,11 @@ std::int64_t Pipeline::next_time(std::int64_t now) const noexcept {
         if (write.busy && write.io_id == 0) next = std::min(next, write.retry_at_ns);
     }
     // Once the throttle is off, only a completion makes room: a past time here would spin.
-    if (list(Stage::ready, Direction::store).size > 0 && now < store_limit_lifts_ns()) {
-        next = std::min(next, store_limit_lifts_ns());
+    if (list(Stage::ready, Direction::store).size > 0) {
+        for (const std::int64_t lifts_ns :
+             {store_limit_lifts_ns(), store_credit_counts_until_ns()}) {
+            if (now < lifts_ns) next = std::min(next, lifts_ns);
+        }
     }
     return next;
 }

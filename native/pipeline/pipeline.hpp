@@ -47,14 +47,15 @@ struct PipelineOptions {
     std::uint32_t load_reserve = 1;                // buffers that stores never take
     std::uint32_t store_depth_beside_loads = 2;    // full buffers of stores in flight beside loads
     std::int64_t loads_linger_ns = 1'000'000'000;  // how long after the last load that holds
-    // While loads are open, stores get one byte for so many that were loaded: requests wait for
-    // loads, nobody for a store.
+    // While loads get on, stores get one byte for so many that were loaded: requests wait for
+    // loads, nobody for a store. Loads that wait for something else than the disk hold up no store.
     std::uint64_t load_bytes_per_store_byte = 8;
-    std::uint64_t alignment = 4096;  // of offsets, lengths and addresses
-    std::uint16_t data_file = 0;     // index into the backend's files
+    std::int64_t loads_get_on_ns = 20'000'000;  // how long after a load's last I/O that holds
+    std::uint64_t alignment = 4096;             // of offsets, lengths and addresses
+    std::uint16_t data_file = 0;                // index into the backend's files
     std::uint16_t record_file = 1;
     std::uint64_t record_offset = 0;  // where the first record page lies in the record file
-    std::int64_t wall_clock_ns = 0;   // the time of day less the clock's: sequence numbers follow it
+    std::int64_t wall_clock_ns = 0;  // the time of day less the clock's: sequence numbers follow it
     std::uint16_t record_area = io::area_none;  // registered area of the record staging pages
     // The direct path (one region, aligned, block_bytes == slot_bytes): no bounce copy.
     bool direct_stores = false;
@@ -270,6 +271,7 @@ class Pipeline {
     std::uint16_t direct_area_of(const std::byte* data, std::uint64_t bytes) const noexcept;
     bool store_has_place(std::uint64_t io_bytes, std::int64_t now) const noexcept;
     std::int64_t store_limit_lifts_ns() const noexcept;
+    std::int64_t store_credit_counts_until_ns() const noexcept;
     void wake_retries(std::int64_t now);
 
     // --- the copier and the checksum
@@ -339,7 +341,8 @@ class Pipeline {
     std::uint64_t io_last_ = 0;
     std::uint32_t transfers_open_ = 0;
     std::uint32_t loads_open_ = 0;
-    std::int64_t store_credit_bytes_ = 0;  // what stores may write while loads are open
+    std::int64_t store_credit_bytes_ = 0;  // what stores may write while loads get on
+    std::int64_t load_io_ns_ = 0;          // when an I/O of a load last began or ended
     LoadProgress load_progress_;
     std::int64_t load_progress_at_ns_ = 0;     // up to when it is counted, while loads are open
     std::uint32_t ios_in_flight_[2] = {0, 0};  // payload, per direction

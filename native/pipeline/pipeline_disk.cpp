@@ -83,7 +83,7 @@ void Pipeline::handle_payload(std::uint32_t index, std::int64_t result, std::int
     --ios_in_flight(extent.direction);
     const bool load = extent.direction == Direction::load;
     if (load) {
-        loads_seen_ns_ = now;
+        loads_seen_ns_ = load_io_ns_ = now;
     } else {
         store_bytes_in_flight_ -= extent.io_bytes;
     }
@@ -181,10 +181,14 @@ void Pipeline::payload_moved(std::uint32_t index, std::int64_t now) {
 bool Pipeline::store_has_place(std::uint64_t io_bytes, std::int64_t now) const noexcept {
     if (ios_in_flight_[static_cast<std::size_t>(Direction::store)] >= options_.iodepth)
         return false;
-    if (loads_open_ > 0 && store_credit_bytes_ <= 0) return false;
+    if (now < store_credit_counts_until_ns() && store_credit_bytes_ <= 0) return false;
     return now >= store_limit_lifts_ns() ||
            store_bytes_in_flight_ + io_bytes <=
                options_.store_depth_beside_loads * ring_.buffer_bytes();
+}
+
+std::int64_t Pipeline::store_credit_counts_until_ns() const noexcept {
+    return loads_open_ > 0 ? load_io_ns_ + options_.loads_get_on_ns : 0;
 }
 
 std::int64_t Pipeline::store_limit_lifts_ns() const noexcept {
@@ -219,9 +223,13 @@ void Pipeline::push_payload(std::uint32_t index, std::int64_t now) {
     extent.io_id = next_io_id(index);
     extent.io_bytes = io_left_bytes(extent);
     extent.io_started_ns = now;
-    if (!load) {
+    if (load) {
+        load_io_ns_ = now;
+    } else {
         store_bytes_in_flight_ += extent.io_bytes;
-        if (loads_open_ > 0) store_credit_bytes_ -= static_cast<std::int64_t>(extent.io_bytes);
+        if (now < store_credit_counts_until_ns()) {
+            store_credit_bytes_ -= static_cast<std::int64_t>(extent.io_bytes);
+        }
     }
     backend_.push(
         {.id = extent.io_id,

@@ -14,12 +14,12 @@ enum class Direction : std::uint8_t { store, load };
 enum class RowStatus : std::uint8_t {
     pending,
     ok,
-    miss,       // load: the slot does not hold this key
-    corrupt,    // load: the slot's bytes are not those that were stored; the slot is dropped
-    failed,     // the disk failed; `error` has the errno
-    timed_out,  // the deadline passed; the slot may be quarantined (RowResult::quarantined)
-    refused,    // store: no room in time, or cancelled before it began
-    busy,       // the slot has another transfer in flight, or is quarantined
+    miss,         // load: the slot does not hold this key
+    corrupt,      // load: the slot's bytes are not those that were stored; the slot is dropped
+    failed,       // the disk failed; `error` has the errno
+    timed_out,    // the deadline passed; the slot may be quarantined (RowResult::quarantined)
+    refused,      // store: no room in time, or cancelled before it began
+    busy,         // the slot has another transfer in flight, or is quarantined
     copy_failed,  // a copy to or from the block failed, or the event it waits for; `error` as above
 };
 inline constexpr std::size_t row_status_count = 9;
