@@ -285,7 +285,7 @@ def test_a4_source_is_not_read_before_its_event(tmp_path: Path) -> None:
         assert disk.engine.stats()["rows_timed_out"] == 1
 
         broken = disk.engine.submit_store([b"b"], [3], [3], event=1 << 20)
-        assert disk.finish(broken) == [RowStatus.FAILED]
+        assert disk.finish(broken) == [RowStatus.COPY_FAILED]
         assert disk.results[broken].errors[0] == errno.EIO  # type: ignore[index]
     os.close(ready)
     os.close(never)
