@@ -7,6 +7,7 @@ has been begun.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -45,7 +46,8 @@ class Clears:
     def begin(self, clear_id: int, *, all_there: bool) -> Clear:
         """A new one, for every rank; ``all_there``: so it will reach them."""
         numbers = [each.number for each in self._pending.values()]
-        number = 1 + max([*self._ranks.values(), *numbers], default=0)
+        # The time, so that clears of disks that were never in use together compare as well.
+        number = max(1 + max([*self._ranks.values(), *numbers], default=0), time.time_ns())
         self._pending[clear_id] = _Pending(number, None)
         if all_there:
             for each in self._pending.values():

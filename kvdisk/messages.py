@@ -42,7 +42,8 @@ class Transfer:
 class Clear:
     """Make everything stored so far unreadable, durably.
 
-    ``number`` counts the clears of these files, over restarts too: every rank keeps the last one.
+    ``number`` grows from clear to clear, over restarts too, and is no lower than the time in
+    nanoseconds since 1970: every rank keeps the last one.
     """
 
     id: int

@@ -5,16 +5,17 @@ little-endian; the fields lie in the first 512 bytes, so that no power cut tears
 
     offset  bytes
          0      8  magic "KVDISKIX"
-         8      4  format version, 1
-        12      4  clears: how often everything was made void; a path with fewer missed one
+         8      4  format version, 2
+        12      4  zero
         16      8  epoch: slot records of an older one are void; never 0
         24      8  bytes of a slot
         32      8  number of slots
         40      4  rank
         44      4  world size
         48     32  fingerprint of everything that must match for bytes to be reusable
-        80      8  BLAKE2b, 8-byte digest, of bytes 0 to 80
-        88   4008  zero
+        80      8  clears: the number of the last clear; a path with a lower one has missed it
+        88      8  BLAKE2b, 8-byte digest, of bytes 0 to 88
+        96   4000  zero
 
 Slot records follow at offset 4096, 128 bytes each.
 """
@@ -33,8 +34,8 @@ RECORDS_PER_PAGE: Final = RECORD_PAGE_BYTES // RECORD_BYTES
 FINGERPRINT_BYTES: Final = 32
 
 _MAGIC: Final = b"KVDISKIX"
-_VERSION: Final = 1
-_FIELDS: Final = struct.Struct("<8sIIQQQII32s")
+_VERSION: Final = 2
+_FIELDS: Final = struct.Struct("<8sI4xQQQII32sQ")
 _CHECKSUM_BYTES: Final = 8
 _CONTENT_BYTES: Final = _FIELDS.size + _CHECKSUM_BYTES
 
@@ -56,13 +57,13 @@ class RankHeader:
         fields = _FIELDS.pack(
             _MAGIC,
             _VERSION,
-            self.clears,
             self.epoch,
             self.slot_bytes,
             self.slot_count,
             self.rank,
             self.world_size,
             self.fingerprint,
+            self.clears,
         )
         return (fields + _checksum(fields)).ljust(HEADER_BYTES, b"\0")
 
@@ -77,7 +78,7 @@ def parse_header(page: bytes) -> RankHeader | str:
     if len(page) < HEADER_BYTES:
         return f"its header is cut short ({len(page)} of {HEADER_BYTES} bytes)"
     fields = page[: _FIELDS.size]
-    magic, version, clears, epoch, slot_bytes, slot_count, rank, world_size, fingerprint = (
+    magic, version, epoch, slot_bytes, slot_count, rank, world_size, fingerprint, clears = (
         _FIELDS.unpack(fields)
     )
     if magic != _MAGIC:

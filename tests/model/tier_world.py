@@ -39,6 +39,7 @@ class TierWorld:
         self.config = simulated_config(slots, BLOCK_BYTES)
         self.blocks = [np.zeros((blocks, BLOCK_BYTES), np.uint8) for _ in range(ranks)]
         self.generation = 0
+        self.generation_of = {0: 0}  # by the clear's number
         self.stored: set[int] = set()  # keys that may be found
         self.offered: defaultdict[int, set[int]] = defaultdict(set)  # by generation
         self.loads: dict[int, tuple[list[int], list[int]]] = {}  # id: keys, blocks
@@ -109,6 +110,7 @@ class TierWorld:
     def clear(self) -> Clear:
         message = self.scheduler.clear()
         self.generation += 1
+        self.generation_of[message.number] = self.generation
         self.stored.clear()
         for worker in self.workers:
             worker.clear(message)
@@ -149,7 +151,8 @@ class TierWorld:
         if not crash:
             self._take_news()
             assert not self.loads | self.stores, "close left a transfer open"
-        self.generation = max(self.disk.rank(rank).clears for rank in range(self.ranks))
+        last = max(self.disk.rank(rank).clears for rank in range(self.ranks))
+        self.generation = self.generation_of[last]
         self.stored = set(self.offered[self.generation])  # published or not
         self.start()
 

@@ -61,7 +61,7 @@ class Storm:
         self.generation = 0
         self.totals = Totals()
         self.stored: dict[bytes, set[int]] = {}  # generations of each key, up to the last start
-        self.seen = [0] * len(disks)  # the last generation that each disk's files know of
+        self.seen = [0] * len(disks)  # the generation whose clear each disk's files saw last
         self.lanes: dict[int, int] = {}  # by transfer
         self.rig = self.open()
 
@@ -135,6 +135,8 @@ class Storm:
         self.remember()
         self.rig.legal.clear()
         self.rig.tier.clear(timeout_s=CLEAR_S)
+        for index in self.rig.tier._worker._paths:
+            self.seen[index] = self.generation
         assert self.rig.tier.lookup(keys_of(0)) == 0
 
     def remember(self) -> None:
@@ -179,13 +181,10 @@ class Storm:
 
         def in_service() -> bool:
             self.take(0)
-            stats = rig.tier.stats()
-            at_rest = stats.slots.quarantined == stats.open_transfers == 0
-            return at_rest and all(self.is_well(index) for index in range(len(self.disks)))
+            return at_rest(rig) and all(self.is_well(index) for index in range(len(self.disks)))
 
         rounds_until(rig, self.clock, in_service)
         rig.tier.check()
-        assert stats_at_rest(rig), "a buffer or a slot was lost"
 
     def is_well(self, index: int) -> bool:
         state = self.rig.tier.health().paths[index]
@@ -195,8 +194,6 @@ class Storm:
     def restart(self) -> None:
         self.totals.restarts += 1
         self.all_well()  # so every clear is durable
-        for index in self.rig.tier._worker._paths:
-            self.seen[index] = self.generation
         assert self.rig.close() == 0, "a disk that is well held up the end"
         self.remember()
         away = self.chance.choice((None, None, *self.disks))
@@ -216,10 +213,12 @@ class Storm:
         return self.totals
 
 
-def stats_at_rest(rig: TierRig) -> bool:
-    stats = rig.tier.stats()
-    slots = stats.slots
-    return stats.engine_sum("ring_used") == slots.pinned == slots.storing == slots.retired == 0
+def at_rest(rig: TierRig) -> bool:
+    """Nothing is under way or held; for ever false when a buffer or a slot was lost."""
+    stats, slots = rig.tier.stats(), rig.tier.stats().slots
+    held = slots.pinned + slots.storing + slots.abandoned + slots.retired + slots.quarantined
+    buffers = stats.engine_sum("ring_used") + stats.engine_sum("ring_quarantined")
+    return held == buffers == stats.open_transfers == 0
 
 
 def campaign(steps: int, seed: int, directory: Path, *, progress: bool = False) -> Totals:

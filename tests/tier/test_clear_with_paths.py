@@ -65,6 +65,20 @@ def test_a8_a_crash_between_the_paths_of_a_clear_clears_both(tmp_path: Path) -> 
         assert rig.store(KEYS, generation=1) == ok(100)
 
 
+def test_a8_paths_that_were_cleared_apart_know_which_clear_was_the_later(tmp_path: Path) -> None:
+    """One is used alone and cleared, then the other; neither was there when the other one was."""
+    with tier_rig(tmp_path / "one", capacity=CAPACITY) as rig:
+        assert rig.tier.clear()
+        assert rig.store(KEYS, generation=1) == ok(100)
+    with tier_rig(tmp_path / "two", capacity=CAPACITY) as rig:
+        assert rig.tier.clear()
+        assert rig.store(KEYS[:50], generation=2) == ok(50)
+    for _ in range(2):
+        with tier_rig(tmp_path / "one", tmp_path / "two", capacity=2 * CAPACITY) as rig:
+            found = rig.load(KEYS, generation=2)  # generation 1 would be wrong bytes
+            assert found == ok(50) + [RowStatus.MISS] * 50
+
+
 def test_a_new_path_takes_part_after_clears_of_the_others(tmp_path: Path) -> None:
     with tier_rig(tmp_path / "one", capacity=CAPACITY) as rig:
         assert rig.tier.clear()
