@@ -648,7 +648,7 @@ class TestLargeTier:
 
     def test_bytes_a_slot(self) -> None:
         slots = 1 << 16
-        for policy, most in SCHEDULER_BYTES_PER_SLOT.items():
+        for policy, most in (("lru", 150), ("s3fifo", 215)):
             gc.collect()
             tracemalloc.start()
             allocator = SlotAllocator(slots, make_eviction_policy(policy, slots))
@@ -657,7 +657,7 @@ class TestLargeTier:
             gc.collect()
             size = tracemalloc.get_traced_memory()[0]
             tracemalloc.stop()
-            assert size / slots <= most
+            assert size / slots <= most < SCHEDULER_BYTES_PER_SLOT[policy]
 
     def test_nothing_grows_in_the_steady_state(self) -> None:
         slots = 1 << 12
