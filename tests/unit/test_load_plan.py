@@ -160,6 +160,23 @@ def test_no_more_is_asked_of_the_disk_than_it_gives_before_the_deadline() -> Non
     assert asked == 1000
 
 
+@pytest.mark.parametrize("rate", [0.0, 1e-300, 1e-9])
+def test_a_disk_that_gives_nothing_is_asked_for_little_and_breaks_nothing(rate: float) -> None:
+    """Its first loads are under way and none has come, or it hangs and its rate fades away."""
+    planner = LoadPlanner("on", token_bytes=TOKEN_BYTES, queue_limit_s=1.0)
+    planner.arrived("first", TOKENS)
+    planner.step_began({"first": TOKENS}, 0.0)
+    planner.step_ended(0.2)
+    planner.step_began({}, 0.2)
+    planner.load_began("first", TOKENS)
+    planner.measured_loads(rate, 0.2)
+    planner.arrived("second", TOKENS)
+    planner.arrived("third", TOKENS)
+    assert not planner.busy("second", 0.2)
+    asked = planner.tokens_to_load("second", TOKENS, 0, 0.2) or 0
+    assert asked * TOKEN_BYTES <= 50e6 + TOKEN_BYTES
+
+
 def test_what_has_ended_is_forgotten() -> None:
     planner = LoadPlanner("on", token_bytes=1.0, queue_limit_s=1.0)
     planner.measured_loads(1000.0, 0.0)
