@@ -152,8 +152,8 @@ class LoadPlanner:
         self._steps.ended(now_s)
 
     def measured_loads(self, bytes_per_s: float, now_s: float) -> None:
-        """What the slowest rank's disk gives now."""
-        self._load_rate, self._load_rate_at_s = bytes_per_s, now_s
+        """What the slowest rank's disk gives now: nothing counts as a token a second."""
+        self._load_rate, self._load_rate_at_s = max(bytes_per_s, self._token_bytes), now_s
 
     def gone(self, request_id: str) -> None:
         """A request has ended."""

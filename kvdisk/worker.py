@@ -48,6 +48,7 @@ from kvdisk.transfer import (
 _PAGE_BYTES: Final = 4096
 _LEARNS_LATER: Final = "and learns of it when it is opened beside the others: never use it alone"
 _NS_PER_S: Final = 1_000_000_000
+_PROGRESS_NS: Final = 250_000_000  # of loads under way, between two reports of their progress
 
 Number = TypeVar("Number", bound=np.generic)
 
@@ -394,19 +395,24 @@ class TierWorker:
         return max(0.0, min(limits)) if limits else None
 
     def _load_progress(self) -> tuple[int, float] | None:
-        """Since the last call: paths side by side, so bytes are summed and the longest time counts.
+        """Since the last one given: the bytes of all paths, and the time of the one busy longest.
 
-        A path whose engine was replaced begins anew; what it did since is left out.
+        Given when the loads under way have ended, or have taken a while: before, what is on its way
+        has taken time and brought no bytes, so that the disk would look slow. A path whose engine
+        was replaced begins anew; what it did since is left out.
         """
         moved, busy_ns = 0, 0
-        for index, path in self._paths.items():
-            now = path.engine.load_progress()
+        now = {index: path.engine.load_progress() for index, path in self._paths.items()}
+        for index, progress in now.items():
             before = self._progress.get(index, (0, 0))
-            self._progress[index] = now
-            if now > before:
-                moved += now[0] - before[0]
-                busy_ns = max(busy_ns, now[1] - before[1])
-        return (moved, busy_ns / _NS_PER_S) if busy_ns > 0 else None
+            if progress > before:
+                moved += progress[0] - before[0]
+                busy_ns = max(busy_ns, progress[1] - before[1])
+        loading = any(each.transfer.direction is Direction.LOAD for each in self._open.values())
+        if busy_ns == 0 or (loading and busy_ns < _PROGRESS_NS):
+            return None
+        self._progress = now
+        return moved, busy_ns / _NS_PER_S
 
     def _path_states(self) -> tuple[PathState, ...]:
         return tuple(

@@ -222,3 +222,15 @@ def test_a_rate_follows_what_came_last() -> None:
     for _ in range(30):
         meter.add(10, 0.1)
     assert meter.rate == pytest.approx(100, rel=0.5)
+
+
+def test_a_disk_that_gives_nothing_is_no_error() -> None:
+    planner = LoadPlanner("auto", token_bytes=TOKEN_BYTES, queue_limit_s=1.0)
+    planner.arrived("a", 8192)
+    planner.step_began({"a": 8192}, 0.0)
+    planner.step_ended(0.2)
+    planner.step_began({}, 0.2)
+    planner.measured_loads(0.0, 0.2)
+    assert not planner.busy("b", 0.2)
+    planner.arrived("b", 8192)
+    assert planner.tokens_to_load("b", 8000, 192, 0.2) == 0

@@ -180,16 +180,15 @@ class KVDiskConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """As much of what vLLM's own finds as is worth loading now."""
-        assert self.planner is not None
         assert self.connector_scheduler is not None
         request_id, now_s = request.request_id, time.monotonic()
-        if self.planner.busy(request_id, now_s):
+        if self.ask_planner(lambda it: it.busy(request_id, now_s), False):
             return None, False
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if found is None:
             return None, False
-        rest = request.num_tokens - num_computed_tokens - found
-        wanted = self.planner.tokens_to_load(request_id, found, rest, now_s)
+        hit, rest = found, request.num_tokens - num_computed_tokens - found
+        wanted = self.ask_planner(lambda it: it.tokens_to_load(request_id, hit, rest, now_s), hit)
         if wanted is None:
             return None, False
         if wanted >= found:
@@ -203,8 +202,7 @@ class KVDiskConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        if self.planner is not None:
-            self.planner.load_began(request.request_id, num_external_tokens)
+        self.ask_planner(lambda it: it.load_began(request.request_id, num_external_tokens), None)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)

@@ -6,11 +6,17 @@ Mixed into both of our connectors, before vLLM's: each call is vLLM's own, and p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from vllm.logger import init_logger
 
 from kvdisk import TierConfig
 from kvdisk.load_plan import LoadPlanner
+
+Answer = TypeVar("Answer")
+
+logger = init_logger("vllm.kvdisk")
 
 
 class PartialLoads:
@@ -32,37 +38,45 @@ class PartialLoads:
         )
         self._load_rate = load_rate
 
+    def ask_planner(self, ask: Callable[[LoadPlanner], Answer], otherwise: Answer) -> Answer:
+        """A bug in the planner must not end the engine: every hit is loaded whole from then on."""
+        if self.planner is not None:
+            try:
+                return ask(self.planner)
+            except Exception:
+                self.planner = None
+                logger.exception("kvdisk: this is a bug, please report it; hits are loaded whole.")
+        return otherwise
+
     # --- what happens
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)  # type: ignore[misc]
-        if self.planner is not None:
-            self.planner.arrived(request.request_id, request.num_tokens)
+        self.ask_planner(lambda it: it.arrived(request.request_id, request.num_tokens), None)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        if self.planner is not None:
-            self.planner.step_began(scheduler_output.num_scheduled_tokens, time.monotonic())
+        tokens, now_s = scheduler_output.num_scheduled_tokens, time.monotonic()
+        self.ask_planner(lambda it: it.step_began(tokens, now_s), None)
         return super().build_connector_meta(scheduler_output)  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)  # type: ignore[misc]
-        if self.planner is None:
-            return
-        now_s = time.monotonic()
-        self.planner.step_ended(now_s)
-        for request_id in connector_output.finished_recving or ():
-            self.planner.load_ended(request_id)
+        loaded = connector_output.finished_recving or ()
+        self.ask_planner(lambda it: self._step_ended(it, loaded, time.monotonic()), None)
+
+    def _step_ended(self, planner: LoadPlanner, loaded: Iterable[str], now_s: float) -> None:
+        planner.step_ended(now_s)
+        for request_id in loaded:
+            planner.load_ended(request_id)
         rate = self._load_rate()
         if rate is not None and rate != self._load_rate_seen:
             self._load_rate_seen = rate
-            self.planner.measured_loads(rate, now_s)
+            planner.measured_loads(rate, now_s)
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
-        if self.planner is not None:
-            self.planner.gone(request.request_id)
+        self.ask_planner(lambda it: it.gone(request.request_id), None)
         return super().request_finished(request, block_ids)  # type: ignore[misc]
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
-        if self.planner is not None:
-            self.planner.gone(request.request_id)
+        self.ask_planner(lambda it: it.gone(request.request_id), None)
         return super().request_finished_all_groups(request, block_ids)  # type: ignore[misc]

@@ -88,13 +88,14 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """How much the disk gives is settled when a request is first asked for."""
-        tier, planner = self._tier, self.planner
-        request_id, now_s = request.request_id, time.monotonic()
-        if tier is not None and planner is not None and not tier.has_allowance(request_id):
-            if planner.busy(request_id, now_s):
+        tier, request_id, now_s = self._tier, request.request_id, time.monotonic()
+        if tier is not None and not tier.has_allowance(request_id):
+            if self.ask_planner(lambda it: it.busy(request_id, now_s), False):
                 return None, False
             missing = request.num_tokens - num_computed_tokens
-            wanted = planner.tokens_to_load(request_id, missing, 0, now_s)
+            wanted = self.ask_planner(
+                lambda it: it.tokens_to_load(request_id, missing, 0, now_s), missing
+            )
             if wanted is None:
                 return None, False
             tier.allow(request_id, wanted)
@@ -105,9 +106,9 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        if self._tier is not None and self.planner is not None:
+        if self._tier is not None:
             self._tier.forget_allowance(request.request_id)  # preempted, it is asked for anew
-            self.planner.settled(request.request_id, num_external_tokens)
+        self.ask_planner(lambda it: it.settled(request.request_id, num_external_tokens), None)
 
 
 class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
