@@ -148,7 +148,9 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         self.config = config
         self.planner: LoadPlanner | None = None
         groups = offloading_spec.config.groups
-        self._chunk_tokens = groups[0].tokens_per_block * offloading_spec.blocks_per_chunk
+        self._chunk_tokens = (
+            groups[0].tokens_per_block * offloading_spec.config.cache.blocks_per_chunk
+        )
         self._keys_per_chunk = len(groups)
         self._allowed: dict[str, int] = {}  # keys that a request may still have from here
 
