@@ -124,7 +124,7 @@ void Pipeline::submit(Transfer* transfer) {
     ++transfers_open_;
     expiry_next_ns_ = std::min(expiry_next_ns_, transfer->deadline_ns);
     if (transfer->direction == Direction::load) {
-        if (loads_open_++ == 0) load_progress_at_ns_ = transfer->submitted_ns;
+        ++loads_open_;
         waiting_loads_.push(transfer);
         return;
     }

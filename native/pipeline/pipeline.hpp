@@ -83,8 +83,9 @@ struct PipelineStats {
     void merge(const PipelineStats& other) noexcept;
 };
 
-// What the disk has made of loads since construction: the bytes of rows that ended ok, and for how
-// long any load was open. Their ratio is what a load can count on, beside whatever else went on.
+// What the disk has made of loads since construction: the bytes that it read for them, and for how
+// long any such I/O was in flight. Their ratio is what loads get from it, beside whatever else goes
+// on there; what they wait for besides the disk does not count.
 struct LoadProgress {
     std::uint64_t bytes = 0;
     std::uint64_t busy_ns = 0;

@@ -80,13 +80,15 @@ void Pipeline::handle(const io::Completion& completion, std::int64_t now) {
 
 void Pipeline::handle_payload(std::uint32_t index, std::int64_t result, std::int64_t now) {
     Extent& extent = extents_[index];
-    --ios_in_flight(extent.direction);
     const bool load = extent.direction == Direction::load;
     if (load) {
+        count_load_time(now);
+        load_progress_.bytes += static_cast<std::uint64_t>(std::max<std::int64_t>(0, result));
         loads_seen_ns_ = load_io_ns_ = now;
     } else {
         store_bytes_in_flight_ -= extent.io_bytes;
     }
+    --ios_in_flight(extent.direction);
     (load ? stats_.load_io_ns : stats_.store_io_ns)
         .record(static_cast<std::uint64_t>(now - extent.io_started_ns));
     if (extent.ended) {
@@ -224,6 +226,7 @@ void Pipeline::push_payload(std::uint32_t index, std::int64_t now) {
     extent.io_bytes = io_left_bytes(extent);
     extent.io_started_ns = now;
     if (load) {
+        if (ios_in_flight(Direction::load) == 0) load_progress_at_ns_ = now;
         load_io_ns_ = now;
     } else {
         store_bytes_in_flight_ += extent.io_bytes;

@@ -173,7 +173,6 @@ void Pipeline::end_row(Transfer& transfer, std::uint32_t row, RowResult result, 
         KVDISK_CHECK(transfer.sources_open == 0);
         --transfers_open_;
         if (transfer.direction == Direction::load) {
-            count_load_time(now);
             if (--loads_open_ == 0) store_credit_bytes_ = 0;
         }
         finished_.push(&transfer);
@@ -181,7 +180,7 @@ void Pipeline::end_row(Transfer& transfer, std::uint32_t row, RowResult result, 
 }
 
 void Pipeline::count_load_time(std::int64_t now) noexcept {
-    if (loads_open_ == 0) return;
+    if (ios_in_flight(Direction::load) == 0) return;
     load_progress_.busy_ns +=
         static_cast<std::uint64_t>(std::max<std::int64_t>(0, now - load_progress_at_ns_));
     load_progress_at_ns_ = std::max(load_progress_at_ns_, now);
@@ -194,7 +193,6 @@ void Pipeline::count_row(const Transfer& transfer, RowResult result, std::int64_
             ++(load ? stats_.rows_loaded : stats_.rows_stored);
             (load ? stats_.bytes_loaded : stats_.bytes_stored) += options_.block_bytes;
             if (load) {
-                load_progress_.bytes += options_.block_bytes;
                 store_credit_bytes_ += static_cast<std::int64_t>(
                     options_.block_bytes / options_.load_bytes_per_store_byte);
             }
