@@ -83,7 +83,7 @@ faults: setup  ## Run the tests that break disks and processes
 # vLLM has an environment of its own, with the CPU build; it takes some minutes and gigabytes.
 vllm_python := .venv-vllm/bin/python
 
-.PHONY: setup-vllm test-vllm test-vllm-own test-vllm-next
+.PHONY: setup-vllm test-vllm test-vllm-quick test-vllm-own test-vllm-next
 setup-vllm: .venv-vllm/stamp-package  ## Make .venv-vllm: vLLM for the CPU, and this package in it
 
 .venv-vllm/stamp-requirements: requirements-vllm.txt | $(stamps)/packages
@@ -99,6 +99,9 @@ setup-vllm: .venv-vllm/stamp-package  ## Make .venv-vllm: vLLM for the CPU, and 
 
 test-vllm: setup-vllm  ## Run the tests on a real vLLM engine (CPU; PYTEST="-k name" selects)
 	$(vllm_python) -m pytest tests/serving/vllm $(PYTEST)
+
+test-vllm-quick: setup-vllm  ## The same, trimmed to three minutes
+	$(vllm_python) -m pytest tests/serving/vllm -m quick $(PYTEST)
 
 # Both download vLLM packages into build/ the first time.
 test-vllm-own: setup-vllm  ## Run vLLM's own tests against kvdisk's classes

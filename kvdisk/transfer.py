@@ -380,7 +380,7 @@ class TransferEngine:
         return stats
 
     def load_progress(self) -> tuple[int, int]:
-        """Bytes read for loads so far, and the nanoseconds while that was under way. Never waits."""
+        """Bytes read for loads so far, and the nanoseconds that took. Never waits."""
         bytes_loaded, busy_ns = self._native.load_progress()
         return int(bytes_loaded), int(busy_ns)
 

@@ -87,6 +87,14 @@ def tmpfs(directory: Path, size_mib: int) -> Iterator[Path]:
         _run("umount", "--lazy", str(mount))
 
 
+def fill(mount: Path) -> None:
+    """Take all the space that is left, to the last block, with a file ``tenant``."""
+    with contextlib.suppress(OSError), (mount / "tenant").open("wb", buffering=0) as tenant:
+        while True:
+            tenant.write(bytes(1 << 20))
+    assert os.statvfs(mount).f_bavail == 0, "it is not full"
+
+
 def freeze(mount: Path) -> None:
     """Writes hang from now on, uncancellably; reads go on. Ends by itself after ``FROZEN_S_MAX``:
     a process with a write in flight cannot even be killed before."""
@@ -96,10 +104,13 @@ def freeze(mount: Path) -> None:
     guard.start()
 
 
-def thaw(mount: Path) -> None:
-    """Undo ``freeze``; no error if it was not frozen."""
-    with contextlib.suppress(OSError):
+def thaw(mount: Path) -> bool:
+    """Undo ``freeze``. Whether it was still frozen."""
+    try:
         _ioctl(mount, FITHAW)
+    except OSError:
+        return False
+    return True
 
 
 def _ioctl(mount: Path, request: int, argument: int | bytes = 0) -> None:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 from pathlib import Path
 from typing import Any, Final
+
+import torch
 
 from kvdisk import Identity
 
@@ -53,6 +56,7 @@ def identity_of(
             "model_dtype": str(model.dtype).removeprefix("torch."),
             "model_config": _model_config(model),
             "attention_backend": str(getattr(vllm_config.attention_config, "backend", "")),
+            "device": _device(),
             "speculative": str(vllm_config.speculative_config or ""),
             "mamba": f"{getattr(cache, 'mamba_cache_dtype', '')} "
             f"{getattr(cache, 'mamba_ssm_cache_dtype', '')}",
@@ -60,6 +64,16 @@ def identity_of(
             "lora": str(vllm_config.lora_config or ""),
         },
     )
+
+
+def chosen_backends(vllm_config: Any) -> list[str]:
+    """The attention backends of the layers: what vLLM made of "auto". In a rank's process only.
+
+    Each has its own order of the bytes in a block.
+    """
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    with_backend = [layer for layer in layers if hasattr(layer, "get_attn_backend")]
+    return sorted({str(layer.get_attn_backend().get_name()) for layer in with_backend})
 
 
 def resolve_weights(vllm_config: Any, said: str) -> tuple[str, str | None]:
@@ -140,6 +154,16 @@ def _add_file(digest: Any, path: Path) -> None:
         for offset in range(0, status.st_size, step):
             file.seek(offset)
             digest.update(file.read(_SAMPLE_BYTES))
+
+
+def _device() -> str:
+    """What vLLM's choice of kernels depends on, and with it the order of the bytes in a block."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        amx = bool(torch.cpu._is_amx_tile_supported())
+        return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} amx={amx}"
+    return str(current_platform.get_device_name())
 
 
 def _model_config(model: Any) -> str:

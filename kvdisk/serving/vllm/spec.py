@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvdisk import ConfigError, Identity, TierConfig
-from kvdisk.serving.vllm.identity import identity_of, resolve_weights
+from kvdisk.serving.vllm.identity import chosen_backends, identity_of, resolve_weights
 from kvdisk.serving.vllm.manager import KVDiskManager
 from kvdisk.serving.vllm.metrics import metric_definitions
 from kvdisk.serving.vllm.worker import KVDiskWorker
@@ -40,7 +40,10 @@ logger = init_logger("vllm.kvdisk")
 
 
 class KVDiskSpec(OffloadingSpec):  # type: ignore[misc]
-    """``tier_config`` and ``identity`` are the same in every process of the engine."""
+    """``tier_config`` and ``identity`` are the same in every process of the engine.
+
+    To the files' identity a rank adds what only it can know: the attention backends of its layers.
+    """
 
     def __init__(self, config: OffloadingConfig, vllm_config: Any) -> None:
         super().__init__(config)
@@ -50,6 +53,7 @@ class KVDiskSpec(OffloadingSpec):  # type: ignore[misc]
             raise ConfigError(
                 "sync_load_budget_bytes would make every request wait for the disk: leave it out."
             )
+        self._vllm_config = vllm_config
         said = str(config.extra_config.get(_WEIGHTS, ""))
         weights, reason = resolve_weights(vllm_config, said)
         self.tier_config = _tier_config(config, reason)
@@ -81,9 +85,10 @@ class KVDiskSpec(OffloadingSpec):  # type: ignore[misc]
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> KVDiskWorker:
         if self._worker is None:
+            backends = chosen_backends(self._vllm_config)
             self._worker = KVDiskWorker(
                 kv_caches,
-                self.identity,
+                replace(self.identity, extra={**self.identity.extra, "backends": backends}),
                 self.tier_config,
                 block_bytes=self.block_bytes,
                 rank=self.config.parallel.rank,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.vllm.engines import engine, save_model
+from tests.serving.vllm.engines import PROMPTS, engine, save_model, tokens
 
 
 @pytest.fixture(scope="session")
@@ -18,5 +18,5 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     """What the engine answers on its own."""
     log = tmp_path_factory.mktemp("reference") / "log"
-    with engine(log, model=str(model)) as alone:
-        return [answer["tokens"] for answer in alone.generate(*range(6))]
+    with engine(log, model=str(model), in_process=True) as alone:
+        return tokens(alone.generate(*PROMPTS))

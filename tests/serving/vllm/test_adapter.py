@@ -25,13 +25,15 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 import kvdisk.serving.vllm
 from kvdisk import ConfigError
 from kvdisk.messages import RankReport, RankResult, Transfer
-from kvdisk.serving.vllm.identity import known_weights
+from kvdisk.serving.vllm.identity import chosen_backends, known_weights
 from kvdisk.serving.vllm.manager import KVDiskLoadStoreSpec, KVDiskManager
 from kvdisk.serving.vllm.secondary_tier import KVDiskTier
 from kvdisk.serving.vllm.spec import KVDiskSpec
 from kvdisk.serving.vllm.worker import KVDiskWorker
 from kvdisk.testing import SimulatedDisk, SimulatedWorker, simulated_config
 from kvdisk.transfer import Direction, RowStatus
+
+pytestmark = pytest.mark.quick
 
 
 def rows(
@@ -90,6 +92,17 @@ class TestKnownWeights:
         after = [known_weights(self.model(str(each))) for each in (file, tmp_path)]
         assert None not in before
         assert not set(before) & set(after)
+
+
+def test_the_attention_backends_of_a_rank_are_those_of_its_layers() -> None:
+    def layer(name: str) -> Any:
+        backend = SimpleNamespace(get_name=lambda: name)
+        return SimpleNamespace(get_attn_backend=lambda: backend)
+
+    layers = {"0": layer("FLASH_ATTN"), "1": layer("FLASHINFER"), "2": layer("FLASH_ATTN"), "3": 1}
+    config = SimpleNamespace(static_forward_context=layers)
+    found = chosen_backends(SimpleNamespace(compilation_config=config))
+    assert found == ["FLASHINFER", "FLASH_ATTN"]
 
 
 def keys_of(numbers: Iterable[int]) -> list[OffloadKey]:

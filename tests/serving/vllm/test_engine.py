@@ -8,24 +8,23 @@ from typing import Any
 
 import pytest
 
-from tests.serving.vllm.engines import below_ram, direct, engine, save_model
+from tests.serving.vllm.engines import (
+    CACHED,
+    MODES,
+    PROMPTS,
+    cached,
+    direct,
+    engine,
+    flip_a_bit_in_every_slot,
+    save_model,
+    tokens,
+)
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
-MODES = pytest.mark.parametrize("mode", [direct, below_ram], ids=["direct", "below-ram"])
-CACHED = 576  # the whole blocks of a prompt
-PROMPTS = range(6)  # more than the cache of 64 blocks holds; as in conftest.py
-
-
-def tokens(answers: list[dict[str, Any]]) -> list[list[int]]:
-    return [answer["tokens"] for answer in answers]
-
-
-def cached(answers: list[dict[str, Any]]) -> list[int]:
-    return [answer["cached"] for answer in answers]
-
 
 @MODES
+@pytest.mark.quick
 def test_evicted_prompts_come_back_also_after_reset_and_restart(
     mode: Callable[..., dict[str, Any]],
     model: Path,
@@ -60,15 +59,10 @@ def test_damaged_blocks_are_computed_again(
     tmp_path: Path,
 ) -> None:
     options = {"model": str(model), "kv_transfer_config": mode(tmp_path / "kv")}
-    with engine(tmp_path / "log", **options) as one:
+    with engine(tmp_path / "log", in_process=True, **options) as one:
         one.generate(*PROMPTS)
         for file in (tmp_path / "kv").glob("*/*.kv"):
-            with file.open("r+b") as opened:
-                for offset in range(0, 40 << 20, 128 << 10):  # one bit of every slot
-                    opened.seek(offset + 5000)
-                    byte = opened.read(1)
-                    opened.seek(offset + 5000)
-                    opened.write(bytes([byte[0] ^ 4]))
+            flip_a_bit_in_every_slot(file)
         back = one.generate(*PROMPTS)
         assert tokens(back) == reference
         assert cached(back)[0] < CACHED
@@ -78,9 +72,15 @@ def test_damaged_blocks_are_computed_again(
 
 def test_other_weights_at_the_same_path_hit_nothing(model: Path, tmp_path: Path) -> None:
     changing = save_model(tmp_path / "model", seed=0)
-    options = {"model": str(changing), "kv_transfer_config": direct(tmp_path / "kv")}
+    options = {
+        "model": str(changing),
+        "kv_transfer_config": direct(tmp_path / "kv"),
+        "in_process": True,
+    }
     with engine(tmp_path / "first.log", **options) as first:
         first.generate(*PROMPTS)
+    (described,) = (tmp_path / "kv").glob("*/kvdisk.json")
+    assert "CPU_ATTN" in described.read_text(), "the backend that vLLM chose is not told"
     save_model(changing, seed=1)
     with engine(tmp_path / "second.log", **options) as second:
         assert cached(second.generate(0, 1)) == [0, 0]
@@ -88,23 +88,9 @@ def test_other_weights_at_the_same_path_hit_nothing(model: Path, tmp_path: Path)
 
 def test_chunks_of_several_blocks(model: Path, reference: list[list[int]], tmp_path: Path) -> None:
     transfer = direct(tmp_path / "kv", blocks_per_chunk=3)
-    with engine(tmp_path / "log", model=str(model), kv_transfer_config=transfer) as one:
+    options = {"model": str(model), "kv_transfer_config": transfer, "in_process": True}
+    with engine(tmp_path / "log", **options) as one:
         assert tokens(one.generate(*PROMPTS)) == reference
         back = one.generate(0, 1)
         assert tokens(back) == reference[:2]
         assert cached(back) == [CACHED] * 2
-
-
-@pytest.mark.parametrize("tier", [None, "small"], ids=["fits", "evicts-all-the-time"])
-def test_stress_gives_the_same_tokens_and_leaks_nothing(
-    tier: str | None, model: Path, tmp_path: Path
-) -> None:
-    common = {"model": str(model), "max_num_seqs": 6, "max_num_batched_tokens": 256}
-    with engine(tmp_path / "alone.log", **common) as alone:
-        right = alone.tell("stress", seed=7, requests=120)["tokens"]
-    capacity = {"capacity": "4MiB"} if tier else {}
-    transfer = direct(tmp_path / "kv", **capacity)
-    with engine(tmp_path / "log", **common, kv_transfer_config=transfer) as one:
-        assert one.tell("stress", seed=7, requests=120)["tokens"] == right
-        one.generate(0)
-        assert one.metric("vllm:kvdisk_slots_quarantined") == 0

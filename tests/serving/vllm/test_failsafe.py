@@ -25,6 +25,8 @@ from kvdisk import Identity, TierConfig
 from kvdisk.serving.vllm.manager import KVDiskManager
 from kvdisk.serving.vllm.worker import KVDiskWorker
 
+pytestmark = pytest.mark.quick
+
 BLOCK_BYTES = 4096
 REQUEST = ReqContext("request")
 

@@ -71,22 +71,30 @@ def test_the_bytes_that_come_back_are_those_that_left(
 def test_many_requests_with_preemptions_and_aborts(
     mode: Callable[..., dict[str, Any]], model: Path, tmp_path: Path
 ) -> None:
-    common = {
-        "model": str(model),
-        **EXACT,
-        **CACHE,
-        "num_gpu_blocks_override": 96,
-        "max_num_seqs": 6,
-        "max_num_batched_tokens": 256,
-    }
-    with engine(tmp_path / "alone.log", **common) as alone:
-        right = alone.tell("stress", seed=11, requests=REQUESTS)["tokens"]
+    """On a GPU a token may depend on how the work is cut into steps, with no tier at all.
+
+    So the engine alone is asked three times, with other steps and another cache: what it does not
+    agree with itself about may come out in either way.
+    """
+    common = {"model": str(model), **EXACT, **CACHE, "num_gpu_blocks_override": 96}
+    common |= {"max_num_seqs": 6, "max_num_batched_tokens": 256}
+    others = [{}, {"max_num_batched_tokens": 512}, {"num_gpu_blocks_override": 400}]
+    alone: list[dict[str, list[int]]] = []
+    for number, changes in enumerate(others):
+        with engine(tmp_path / f"alone-{number}.log", **{**common, **changes}) as one:
+            alone.append(one.tell("stress", seed=11, requests=REQUESTS)["tokens"])
     transfer = mode(tmp_path / "kv", capacity="16MiB")
     with engine(tmp_path / "log", **common, in_process=True, kv_transfer_config=transfer) as one:
-        answer = one.tell("stress", seed=11, requests=REQUESTS)
-        wrong = [number for number in right if answer["tokens"].get(number) != right[number]]
+        answer = one.tell("stress", seed=11, requests=REQUESTS)["tokens"]
+        assert set(answer) == set(alone[0])
+        assert len(answer) > 0.8 * REQUESTS
+        wrong = [
+            number
+            for number, tokens_of_it in answer.items()
+            if all(tokens_of_it != each.get(number) for each in alone)
+        ]
         assert wrong == []
-        assert len(right) > 0.8 * REQUESTS
+        assert sum(answer[number] != alone[0][number] for number in answer) <= REQUESTS // 50
         left = one.tell("leftovers")
         assert {name: count for name, count in left.items() if count} == {}
         assert one.metric("vllm:num_preemptions") > 0

@@ -20,6 +20,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from kvdisk.serving.vllm.secondary_tier import KVDiskTier
 from kvdisk.testing import Faults, SimulatedDisk, simulated_config, simulated_tier
 
+pytestmark = pytest.mark.quick
+
 ROW_BYTES = 4096
 REQUEST = ReqContext("request")
 
