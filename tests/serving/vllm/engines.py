@@ -198,6 +198,7 @@ def below_ram(root: Path, ram_bytes: int = 8 << 20, **options: Any) -> dict[str,
                 {
                     "type": "KVDiskTier",
                     "module_path": "kvdisk.serving.vllm",
+                    "enable_kv_events": True,
                     "path": str(root),
                     "capacity": "64MiB",
                     "ring": "16MiB",
