@@ -135,8 +135,9 @@ def make_identity() -> Identity:
 
 
 def make_config(path: str, capacity: int) -> TierConfig:
-    # A store that waits is not dropped: what is measured is all that was asked for.
-    return TierConfig.from_mapping({"path": path, "capacity": capacity, "store_wait": "10s"})
+    # What waits is neither dropped nor given up: what is measured is all that was asked for.
+    patient = {"store_wait": "10s", "store_deadline": "60s", "load_deadline": "60s"}
+    return TierConfig.from_mapping({"path": path, "capacity": capacity, **patient})
 
 
 # --- the scheduler's process
@@ -321,7 +322,7 @@ def measure(pair: Pair, seconds: float, in_flight: int, first_key: int) -> dict[
     for what in ("store", "load"):
         if what == "load":
             pair.finish(pair.store(keys, SOURCES))
-        began, moved, turn = time.monotonic(), 0, 0
+        began, moved, lost, turn = time.monotonic(), 0, 0, 0
         waiting: list[int] = []
         while time.monotonic() - began < seconds or waiting:
             while len(waiting) * BATCH < in_flight and time.monotonic() - began < seconds:
@@ -339,6 +340,8 @@ def measure(pair: Pair, seconds: float, in_flight: int, first_key: int) -> dict[
                 if transfer in waiting:
                     waiting.remove(transfer)
                 moved += int((statuses == RowStatus.OK).sum()) * BLOCK_BYTES * RANKS
+                lost += int((statuses != RowStatus.OK).sum())
+        result[f"{what}_blocks_not_moved"] = lost
         result[f"{what}_gb_per_s"] = round(moved / (time.monotonic() - began) / 1e9, 3)
     return result
 
