@@ -103,7 +103,7 @@ struct Geometry {
 struct Totals {
     std::uint64_t rows = 0;
     std::uint64_t trace_hash = 0xCBF29CE484222325ULL;
-    std::array<std::uint64_t, row_status_count> statuses{};                  // by RowStatus
+    std::array<std::uint64_t, row_status_count> statuses{};   // by RowStatus
     std::array<std::uint64_t, io::sim_fault_count> struck{};  // by SimFault
 
     void print() const;
@@ -204,7 +204,7 @@ class World {
     std::uint64_t rows_ended_ = 0;
     std::uint64_t slot_before_ = 0;
     std::array<std::uint64_t, row_status_count> statuses_{};  // by RowStatus
-    std::int64_t closing_ns_ = time_never;     // when the pipeline was told to end all rows
+    std::int64_t closing_ns_ = time_never;  // when the pipeline was told to end all rows
     std::int64_t submit_at_ns_ = 0;
     std::int64_t thaw_at_ns_ = 0;
     std::uint64_t iterations_ = 0;
