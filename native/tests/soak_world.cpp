@@ -145,6 +145,7 @@ void World::choose_options() {
     options_.load_reserve = static_cast<std::uint32_t>(random_.below(buffers_));
     options_.store_depth_beside_loads = static_cast<std::uint32_t>(random_.between(1, 4));
     options_.loads_linger_ns = random_.below(2) == 0 ? 5'000'000 : 1'000'000'000;
+    options_.loads_get_on_ns = random_.below(2) == 0 ? 0 : 20'000'000;  // 0: stores need no credit
     options_.alignment = random_.below(3) == 0 ? 4096 : 512;
     options_.record_offset = record_offset_;
     if (geometry_.fits_direct()) {
