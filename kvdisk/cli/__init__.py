@@ -11,7 +11,6 @@ Ctrl-C. A command returns its status as an int, or None for 0.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import io
 import sys
 from collections.abc import Sequence
@@ -42,10 +41,10 @@ class _LazyGroup(click.Group):
     """Knows its commands by name alone, and turns every expected failure into an exit status."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [name for name in sorted(_COMMANDS) if _module_exists(name)]
+        return sorted(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS or not _module_exists(cmd_name):
+        if cmd_name not in _COMMANDS:
             return None
         module = importlib.import_module(f"kvdisk.cli.{cmd_name}")
         command = getattr(module, cmd_name)
@@ -80,10 +79,6 @@ class _LazyGroup(click.Group):
             click.echo("kvdisk: interrupted", err=True)
             sys.exit(EXIT_INTERRUPTED)
         sys.exit(status if isinstance(status, int) else 0)
-
-
-def _module_exists(name: str) -> bool:
-    return importlib.util.find_spec(f"kvdisk.cli.{name}") is not None
 
 
 def _never_fail_to_encode() -> None:
