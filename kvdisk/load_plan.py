@@ -27,7 +27,6 @@ from kvdisk.rate_meter import RateMeter
 _KNOWN_FOR_S: Final = 10.0  # without new evidence a rate is a guess again
 _PROBE_S: Final = 0.05  # what finding a rate out may cost, by the last one known
 _FIRST_GUESS_BYTES_S: Final = 1e9
-_STANDSTILL_BYTES_S: Final = 1.0  # below this nothing has come: it is no rate to plan with
 _WORTH_IT: Final = 0.05  # of the time: "auto" leaves a hit whole for less than this
 _FULL_STEP: Final = 0.5  # of the largest step: smaller ones say little about the GPU's rate
 _FORGETTING: Final = 0.99  # of the largest step, at each one
@@ -230,8 +229,7 @@ class LoadPlanner:
 
     def _known_load_rate(self, now_s: float) -> float | None:
         fresh = now_s - self._load_rate_at_s <= _KNOWN_FOR_S
-        stands_still = self._load_rate is None or self._load_rate < _STANDSTILL_BYTES_S
-        return self._load_rate if fresh and not stands_still else None
+        return self._load_rate if fresh else None
 
     def _work_of_others(self, request_id: str) -> _Work:
         others = replace(self._work)

@@ -120,8 +120,8 @@ class RankReport:
 
     ``source_free``: stores whose blocks this rank no longer reads. ``released_slots`` have left
     quarantine. ``paths`` is the state of every path, or None when unchanged. ``cleared``: the ids
-    of the ``Clear`` messages that are durable now. ``loads``: bytes loaded and seconds during which
-    a load was open, both since the last report.
+    of the ``Clear`` messages that are durable now. ``loads``: bytes read for loads and the seconds
+    that the disk was at it, both since the last report.
     """
 
     rank: int

@@ -202,7 +202,7 @@ class KVDiskConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self.ask_planner(lambda it: it.load_began(request.request_id, num_external_tokens), None)
+        self.load_began(request.request_id, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)

@@ -48,7 +48,15 @@ class PartialLoads:
                 logger.exception("kvdisk: this is a bug, please report it; hits are loaded whole.")
         return otherwise
 
-    # --- what happens
+    # --- what happens, as our own halves know it
+
+    def load_began(self, request_id: str, tokens: int) -> None:
+        self.ask_planner(lambda it: it.load_began(request_id, tokens), None)
+
+    def load_ended(self, request_id: str) -> None:
+        self.ask_planner(lambda it: it.load_ended(request_id), None)
+
+    # --- what happens, as vLLM says it
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)  # type: ignore[misc]

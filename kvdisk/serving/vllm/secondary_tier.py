@@ -34,7 +34,6 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvdisk import DiskTier, Identity, Layout, RowStatus, TierConfig
-from kvdisk.load_plan import LoadPlanner
 from kvdisk.metrics import TierCounters
 from kvdisk.serving.vllm.events import ChunkEvents
 from kvdisk.serving.vllm.failsafe import Failsafe, failsafe
@@ -82,7 +81,7 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
             self._tier = next((each for each in tiers if isinstance(each, KVDiskTier)), None)
         if self._tier is not None:
             self.plan_loads(self._tier.config, self._tier.token_bytes, self._tier.load_rate)
-            self._tier.planner = self.planner
+            self._tier.partial_loads = self
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -146,7 +145,7 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         self._waited: dict[str, bool] = {}  # by request: whether it has waited in vain
         self._told = TierCounters(block_bytes=layout.block_bytes)
         self.config = config
-        self.planner: LoadPlanner | None = None
+        self.partial_loads: PartialLoads | None = None  # who is told of loads, if anyone
         groups = offloading_spec.config.groups
         self._chunk_tokens = (
             groups[0].tokens_per_block * offloading_spec.config.cache.blocks_per_chunk
@@ -201,9 +200,9 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
     def submit_load(self, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
         transfer_id = self._tier.load(keys, np.asarray(job_metadata.chunk_ids))
-        if self.planner is not None:
+        if self.partial_loads is not None:
             tokens = len(keys) * self._chunk_tokens // self._keys_per_chunk
-            self.planner.load_began(job_metadata.req_context.req_id, tokens)
+            self.partial_loads.load_began(job_metadata.req_context.req_id, tokens)
         self._jobs[transfer_id] = (job_metadata, True)
 
     @failsafe(lambda self: self._take_finished())
@@ -277,8 +276,8 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
             job, is_load = self._jobs.pop(result.transfer_id)
             keys = list(job.keys)
             good = result.statuses == RowStatus.OK
-            if is_load and self.planner is not None:
-                self.planner.load_ended(job.req_context.req_id)
+            if is_load and self.partial_loads is not None:
+                self.partial_loads.load_ended(job.req_context.req_id)
             if not is_load:
                 self._events.stored(key for key, ok in zip(keys, good.tolist(), strict=True) if ok)
                 good |= result.statuses == RowStatus.BUSY  # another store of it is under way

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,25 +17,16 @@ from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LookupResult,
     ReqContext,
-    make_offload_key,
 )
 
 from kvdisk import Identity, TierConfig
 from kvdisk.serving.vllm.manager import KVDiskManager
 from kvdisk.serving.vllm.worker import KVDiskWorker
+from tests.serving.vllm.chunks import REQUEST, broken, key
 
 pytestmark = pytest.mark.quick
 
 BLOCK_BYTES = 4096
-REQUEST = ReqContext("request")
-
-
-def key(number: int) -> Any:
-    return make_offload_key(number.to_bytes(32, "big"), 0)
-
-
-def broken(*_: object, **__: object) -> Any:
-    raise KeyError("planted")
 
 
 @dataclass

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,24 +13,17 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
 from kvdisk.serving.vllm.secondary_tier import KVDiskTier
 from kvdisk.testing import Faults, SimulatedDisk, simulated_config, simulated_tier
+from tests.serving.vllm.chunks import REQUEST, broken, key
 
 pytestmark = pytest.mark.quick
 
 ROW_BYTES = 4096
-REQUEST = ReqContext("request")
-
-
-def key(number: int) -> Any:
-    return make_offload_key(number.to_bytes(32, "big"), 0)
-
-
-def broken(*_: object, **__: object) -> Any:
-    raise KeyError("planted")
+TOKENS = 16  # of a chunk
 
 
 @dataclass
@@ -70,9 +62,9 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
         world_size=1, tp_size=1, pp_size=1, data_parallel_index=0, data_parallel_size=1
     )
     config = SimpleNamespace(
-        groups=(),
+        groups=(SimpleNamespace(tokens_per_block=TOKENS, layer_names=("layer",)),),
         kv_cache_layout="LBHNC",
-        cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1),
+        cache=SimpleNamespace(tokens_per_hash=TOKENS, blocks_per_chunk=1),
         model=SimpleNamespace(name="model", dtype="float32"),
         parallel=parallel,
     )
@@ -191,3 +183,37 @@ class TestFailsafe:
         job = rig.load(0)
         assert [(each.job_id, each.success) for each in rig.finished()] == [(job, False)]
         rig.tier.touch([key(0)], REQUEST)
+
+
+def test_a_request_gets_no_more_from_the_disk_than_it_is_allowed(rig: Rig) -> None:
+    rig.store(*range(6))
+    assert all(result.success for result in rig.finished())
+    assert rig.hits(*range(6)) == [True] * 6
+    rig.tier.allow(REQUEST.req_id, 2 * TOKENS + 1)
+    assert rig.tier.has_allowance(REQUEST.req_id)
+    assert rig.hits(*range(6)) == [True] * 3 + [False] * 3, "a part of a chunk counts as one"
+    assert rig.hits(5, request=ReqContext("other")) == [True]
+    rig.tier.allow(REQUEST.req_id, 0)
+    assert rig.hits(0) == [False]
+    rig.tier.on_request_finished(REQUEST)
+    assert not rig.tier.has_allowance(REQUEST.req_id)
+    assert rig.hits(*range(6)) == [True] * 6
+
+
+def test_loads_are_told_to_whoever_plans_them(rig: Rig) -> None:
+    told: list[tuple[str, str, int]] = []
+
+    class Plan:
+        def load_began(self, request_id: str, tokens: int) -> None:
+            told.append(("began", request_id, tokens))
+
+        def load_ended(self, request_id: str) -> None:
+            told.append(("ended", request_id, 0))
+
+    rig.tier.partial_loads = Plan()  # type: ignore[assignment]
+    rig.store(0, 1, 2)
+    rig.finished()
+    assert told == []
+    rig.load(0, 1, 2)
+    rig.finished()
+    assert told == [("began", REQUEST.req_id, 3 * TOKENS), ("ended", REQUEST.req_id, 0)]

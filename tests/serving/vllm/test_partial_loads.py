@@ -1,0 +1,141 @@
+"""What of a hit is loaded is the planner's to say, and a bug in it is nobody's end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
+
+from kvdisk.load_plan import LoadPlanner
+from kvdisk.serving.vllm.connector import KVDiskConnector
+from kvdisk.serving.vllm.partial_loads import PartialLoads
+from tests.serving.vllm.chunks import broken
+
+pytestmark = pytest.mark.quick
+
+CHUNK = 16
+HIT = 4096
+TOKENS = 5000
+
+
+class Scheduler:
+    """vLLM's half: it finds ``HIT`` tokens, or as many as it is told to load at the most."""
+
+    def __init__(self) -> None:
+        groups = [SimpleNamespace(tokens_per_chunk=CHUNK)]
+        self.config = SimpleNamespace(kv_group_configs=groups)
+        self.asked: list[int | None] = []
+
+    def get_num_new_matched_tokens(
+        self, request: Any, computed: int, max_num_new_tokens: int | None = None
+    ) -> tuple[int, bool]:
+        self.asked.append(max_num_new_tokens)
+        most = HIT if max_num_new_tokens is None else min(HIT, max_num_new_tokens)
+        found = most // CHUNK * CHUNK
+        return found, found > 0
+
+
+class Planner(LoadPlanner):
+    """One that has made up its mind."""
+
+    def __init__(self, wanted: int | None) -> None:
+        super().__init__("on", token_bytes=1.0, queue_limit_s=1.0)
+        self.wanted = wanted
+
+    def tokens_to_load(self, *_: object, **__: object) -> int | None:
+        return self.wanted
+
+
+def connector(planner: LoadPlanner | None) -> Any:
+    made = object.__new__(KVDiskConnector)
+    made.connector_scheduler = Scheduler()
+    made._max_loadable_tokens = lambda *_: None
+    made.planner = planner
+    return made
+
+
+REQUEST = SimpleNamespace(request_id="one", num_tokens=TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "loaded"),
+    [(HIT, HIT), (HIT + 5, HIT), (1000, 992), (3, CHUNK), (0, 0), (None, None)],
+)
+def test_as_much_is_loaded_as_is_wanted(wanted: int | None, loaded: int | None) -> None:
+    made = connector(Planner(wanted))
+    assert made.get_num_new_matched_tokens(REQUEST, 0) == (loaded, bool(loaded))
+    assert made.connector_scheduler.asked[0] is None
+
+
+@pytest.mark.parametrize("call", ["busy", "tokens_to_load"])
+def test_a_bug_in_the_planner_costs_the_split_alone(
+    call: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    planner = Planner(16)
+    monkeypatch.setattr(planner, call, broken)
+    made = connector(planner)
+    for _ in range(3):
+        assert made.get_num_new_matched_tokens(REQUEST, 0) == (HIT, True)
+    assert made.planner is None
+    assert len([text for text in caplog.messages if "please report it" in text]) == 1
+
+
+class Base:
+    """Stands for vLLM's connector behind ours."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def on_new_request(self, request: Any) -> None:
+        self.called.append("on_new_request")
+
+    def build_connector_meta(self, scheduler_output: Any) -> str:
+        self.called.append("build_connector_meta")
+        return "meta"
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self.called.append("update_connector_output")
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        self.called.append("request_finished")
+        return False, None
+
+
+class Told(PartialLoads, Base):
+    pass
+
+
+@pytest.mark.parametrize("works", [True, False], ids=["works", "is-broken"])
+def test_each_of_vllms_calls_reaches_vllm_too(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Told()
+    rates = iter([None, 1000.0])
+    made.plan_loads(
+        SimpleNamespace(partial_loads="on", load_deadline_ns=2 * 10**9),  # type: ignore[arg-type]
+        1.0,
+        lambda: next(rates),
+    )
+    planner = made.planner
+    assert planner is not None
+    if not works:
+        for name in ("arrived", "step_began", "step_ended", "gone"):
+            monkeypatch.setattr(planner, name, broken)
+    made.on_new_request(REQUEST)
+    assert made.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"one": 100})) == "meta"
+    for _ in range(2):
+        made.update_connector_output(SimpleNamespace(finished_recving={"one"}))
+    assert made.request_finished(REQUEST, []) == (False, None)
+    assert made.called == [
+        "on_new_request",
+        "build_connector_meta",
+        *["update_connector_output"] * 2,
+        "request_finished",
+    ]
+    if works:  # the rate has come through: as much as the disk gives until half the deadline
+        planner.arrived("two", TOKENS)
+        assert planner.tokens_to_load("two", HIT, 0, time.monotonic()) == 1000
