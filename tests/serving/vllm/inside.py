@@ -11,6 +11,7 @@ import time
 from collections.abc import Sized
 from typing import Any
 
+import torch
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.core.kv_cache_utils import get_group_id
@@ -145,7 +146,11 @@ def groups(llm: Any) -> int:
 
 def blocks(llm: Any) -> dict[str, str]:
     """Of every block that the engine's cache holds: its hash, and a digest of its bytes."""
-    return {block.block_hash.hex(): _digest(block.block_id) for block in _cached(llm)}
+    torch.accelerator.synchronize()
+    caches = core(llm).model_executor.driver_worker.worker.model_runner.kv_caches
+    count = len(core(llm).scheduler.kv_cache_manager.block_pool.blocks)
+    of_blocks = [cache.movedim(cache.shape.index(count), 0) for cache in caches]
+    return {block.block_hash.hex(): _digest(of_blocks, block.block_id) for block in _cached(llm)}
 
 
 def spoil(llm: Any, group: int) -> int:
@@ -168,8 +173,8 @@ def _tensors() -> list[Any]:
     return tensors
 
 
-def _digest(block: int) -> str:
+def _digest(tensors: list[Any], block: int) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for tensor in _tensors():
-        digest.update(tensor[block].cpu().numpy())
+    for tensor in tensors:
+        digest.update(tensor[block].contiguous().view(torch.uint8).cpu().numpy())
     return digest.hexdigest()
