@@ -345,7 +345,7 @@ class Pipeline {
     std::int64_t store_credit_bytes_ = 0;  // what stores may write while loads get on
     std::int64_t load_io_ns_ = 0;          // when an I/O of a load last began or ended
     LoadProgress load_progress_;
-    std::int64_t load_progress_at_ns_ = 0;     // up to when it is counted, while loads are open
+    std::int64_t load_progress_at_ns_ = 0;     // counted up to then, while there is such I/O
     std::uint32_t ios_in_flight_[2] = {0, 0};  // payload, per direction
     std::uint64_t store_bytes_in_flight_ = 0;
     std::atomic<std::int64_t> end_by_ns_ = time_never;
