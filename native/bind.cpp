@@ -109,13 +109,13 @@ nb::dict raw_result_dict(const kvdisk::io::RawResult& raw) {
         nb::dict direction;
         direction["bytes"] = raw.bytes[i];
         direction["ios"] = raw.ios[i];
+        direction["short_ios"] = raw.short_ios[i];
         direction["latency_ns"] = histogram_dict(raw.latency_ns[i]);
         result[i == 0 ? "read" : "write"] = direction;
     }
     result["elapsed_ns"] = raw.elapsed_ns;
     result["thread_cpu_ns"] = raw.thread_cpu_ns;
     result["in_flight_ns"] = raw.in_flight_ns;
-    result["short_ios"] = raw.short_ios;
     result["wrong_reads"] = raw.wrong_reads;
     result["error"] = raw.error;
     result["error_offset"] = raw.error_offset;
@@ -139,7 +139,8 @@ nb::dict stats_dict(const kvdisk::EngineStats& stats) {
     result["ios"] = pipeline.ios;
     result["ios_merged"] = pipeline.ios_merged;
     result["record_ios"] = pipeline.record_ios;
-    result["ios_short"] = pipeline.ios_short;
+    result["load_ios_short"] = pipeline.load_ios_short;
+    result["store_ios_short"] = pipeline.store_ios_short;
     result["ios_retried"] = pipeline.ios_retried;
     result["ios_split"] = pipeline.ios_split;
     result["unknown_completions"] =

@@ -110,6 +110,7 @@ class RawRunner:
             ring_bytes=sum(job.buffer_bytes for job in self._jobs),
             ring_occupancy=in_flight_ns / (elapsed_ns * depth) if elapsed_ns else 0.0,
             in_flight=in_flight_ns / elapsed_ns if elapsed_ns else 0.0,
+            short_ios={name: sum(each[name]["short_ios"] for each in every) for name in DIRECTIONS},
             engine_cpu_ns=sum(each["thread_cpu_ns"] for each in every),
             latency={name: _latency(every, name) for name in DIRECTIONS},
         )

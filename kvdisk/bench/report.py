@@ -258,7 +258,7 @@ def _direction_json(outcome: Outcome, total: Round, name: DirectionName | None) 
         "iops": total.iops(name) if name else 0.0,
         "runtime": round(total.elapsed_ns / 1e6) if moved else 0,
         "total_ios": total.ios[name] if name else 0,
-        "short_ios": 0,
+        "short_ios": outcome.facts.short_ios.get(name, 0) if name else 0,
         "drop_ios": 0,
         "slat_ns": latency_json(Latency()),
         "clat_ns": latency_json(latency),

@@ -40,6 +40,8 @@ class Facts:
     ring_occupancy: float = 0.0
     # Payload I/Os in flight on average over the timed part, all jobs together.
     in_flight: float = 0.0
+    # Answers of the disk that moved a part, over the timed part; what was left was asked for again.
+    short_ios: dict[DirectionName, int] = field(default_factory=dict)
     engine_cpu_ns: int | None = None  # of the engine's threads alone, over the timed part
     latency: dict[DirectionName, Latency] = field(default_factory=dict)  # of one I/O, all rounds
     # Whole layer: from submit to the row's end, queueing included.

@@ -205,6 +205,10 @@ class WholeRunner:
             copier=": ".join(filter(None, (stats["copier"], stats["copier_note"]))),
             ring_occupancy=ring_ns / (self._elapsed_ns * buffers) if self._elapsed_ns else 0.0,
             in_flight=io_ns / self._elapsed_ns if self._elapsed_ns else 0.0,
+            short_ios={
+                name: sum(each[f"{word}_ios_short"] for each in self._stats)
+                for name, word in _WORDS.items()
+            },
             engine_cpu_ns=self._engine_cpu_ns,
             latency=_latency(self._stats, "io"),
             row_latency=_latency(self._stats, "row"),

@@ -23,6 +23,7 @@ constexpr std::uint64_t slot_bits = 12;  // of a request's id: the depth is 4096
 // The random bytes under the stamps repeat after this much, which is more than any file system's
 // compression looks back.
 constexpr std::uint64_t write_buffers_bytes_min = std::uint64_t{8} << 20;
+constexpr std::uint8_t resumes_max = 16;          // of one request, as in the pipeline
 constexpr std::int64_t look_up_ns = 100'000'000;  // how often a quiet loop looks at `stopped_`
 constexpr std::int64_t abandon_after_ns = 5'000'000'000;  // after a stop
 
@@ -128,7 +129,9 @@ RawJob::RawJob(const RawJobOptions& options)
         backend.areas.emplace_back(memory_ + first, std::min(area_bytes, memory_bytes_ - first));
     }
     try {
-        ChosenBackend chosen = choose_backend(backend, options_.backend);
+        ChosenBackend chosen = options_.make_backend
+                                   ? ChosenBackend{options_.make_backend(backend), {}}
+                                   : choose_backend(backend, options_.backend);
         backend_ = std::move(chosen.backend);
         backend_reason_ = std::move(chosen.reason);
     } catch (...) {
@@ -270,23 +273,25 @@ void RawJob::handle(Phase phase, const Completion& completion, std::int64_t now,
                     RawResult& result) {
     const auto index = static_cast<std::uint32_t>(completion.id & ((1U << slot_bits) - 1));
     Slot& slot = slots_[index];
+    const auto direction = static_cast<std::size_t>(slot.op);
     const std::uint32_t left_bytes = options_.block_bytes - slot.done_bytes;
-    const bool nothing_moved = completion.result <= 0 || completion.result > left_bytes;
-    if (nothing_moved) {
-        if (result.error == 0) {
-            result.error = completion.result < 0 ? static_cast<int>(-completion.result) : EIO;
-            result.error_offset = offset_of(slot.block) + slot.done_bytes;
-        }
-        generations_[slot.block] = 0;
-    } else if (completion.result < left_bytes) {
-        ++result.short_ios;
+    const bool is_short = completion.result > 0 && completion.result < left_bytes;
+    if (is_short && slot.resumes < resumes_max) {
+        ++result.short_ios[direction];
+        ++slot.resumes;
         // From the last whole sector, as O_DIRECT wants it.
         slot.done_bytes +=
             static_cast<std::uint32_t>(completion.result) / sector_bytes * sector_bytes;
         push(index);
         return;
+    }
+    if (completion.result != left_bytes) {
+        if (result.error == 0) {
+            result.error = completion.result < 0 ? static_cast<int>(-completion.result) : EIO;
+            result.error_offset = offset_of(slot.block) + slot.done_bytes;
+        }
+        generations_[slot.block] = 0;
     } else {
-        const auto direction = static_cast<std::size_t>(slot.op);
         result.bytes[direction] += options_.block_bytes;
         ++result.ios[direction];
         result.latency_ns[direction].record(static_cast<std::uint64_t>(now - slot.started_ns));

@@ -7,6 +7,7 @@
 //     generation. A device or file system that compresses or shares blocks gains nothing.
 //   * At most one write is in flight for a block, and which generation a block must hold is known,
 //     so `verify` can compare every byte.
+//   * A short answer is resumed, but not for ever: a disk whose answers stay short is an error.
 //   * A run counts all bytes that it moved and all the time until the last of them had moved,
 //     fsync included where it was asked for, as fio counts.
 //   * One thread fills, runs and verifies; any thread may stop it and ask how far it is.
@@ -15,6 +16,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -37,15 +39,17 @@ struct RawJobOptions {
     bool sync_after_writes = false;  // buffered files: fdatasync counts as part of a run
     std::uint64_t seed = 1;
     std::string backend = "uring";  // or threads, or auto
+    // For tests: what to use instead of a backend by its name.
+    std::function<std::unique_ptr<Backend>(const BackendOptions&)> make_backend;
 };
 
 // Of one run, and of one direction each where there are two: reads, writes.
 struct RawResult {
     std::array<std::uint64_t, 2> bytes{}, ios{};
+    std::array<std::uint64_t, 2> short_ios{};  // answers that moved a part, and were resumed
     std::uint64_t elapsed_ns = 0;
     std::uint64_t thread_cpu_ns = 0;      // user and system time of the thread that ran
     std::uint64_t in_flight_ns = 0;       // integral of requests in flight over time
-    std::uint64_t short_ios = 0;          // resumed
     std::uint64_t wrong_reads = 0;        // a block's first stamp was not one of this job's
     int error = 0;                        // errno of the first failed request, which ends the run
     std::uint64_t error_offset = 0;       // bytes from the start of the file
@@ -105,6 +109,7 @@ class RawJob {
         std::uint64_t block = 0;
         std::byte* data = nullptr;
         std::uint32_t done_bytes = 0;
+        std::uint8_t resumes = 0;
         std::int64_t started_ns = 0;
     };
 

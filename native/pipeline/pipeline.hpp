@@ -73,7 +73,8 @@ struct PipelineStats {
     std::uint64_t rows_refused = 0, rows_busy = 0;
     std::uint64_t ios = 0, ios_merged = 0;  // payload I/Os; those of more than one row
     std::uint64_t record_ios = 0;
-    std::uint64_t ios_short = 0, ios_retried = 0, ios_split = 0;
+    std::uint64_t load_ios_short = 0, store_ios_short = 0;  // answers that moved a part
+    std::uint64_t ios_retried = 0, ios_split = 0;
     std::uint64_t unknown_completions = 0;
     std::uint64_t late_completions = 0;   // of quarantined buffers
     std::uint64_t ring_used_ns = 0;       // integral of used buffers over time

@@ -119,7 +119,7 @@ void Pipeline::handle_payload(std::uint32_t index, std::int64_t result, std::int
         return;
     }
     // Short: go on from the last whole unit, but not for ever and not from the end of the file.
-    ++stats_.ios_short;
+    ++(load ? stats_.load_ios_short : stats_.store_ios_short);
     extent.done_bytes += moved_bytes - moved_bytes % options_.alignment;
     if (moved_bytes == 0 || extent.resumes == resumes_max) {
         payload_failed(index, EIO, now);
@@ -356,7 +356,7 @@ void Pipeline::handle_record(RecordWrite& write, std::int64_t result, std::int64
             return;
         }
     } else if (static_cast<std::uint64_t>(result) < write.io_bytes) {
-        ++stats_.ios_short;
+        ++stats_.store_ios_short;
         const auto moved_bytes = static_cast<std::uint64_t>(result);
         write.done_bytes += moved_bytes - moved_bytes % options_.alignment;
         if (moved_bytes > 0 && write.resumes < resumes_max) {

@@ -4,14 +4,26 @@
 namespace kvdisk {
 
 void PipelineStats::merge(const PipelineStats& other) noexcept {
-    for (const auto member :
-         {&PipelineStats::rows_stored, &PipelineStats::rows_loaded, &PipelineStats::bytes_stored,
-          &PipelineStats::bytes_loaded, &PipelineStats::rows_missed, &PipelineStats::rows_corrupt,
-          &PipelineStats::rows_failed, &PipelineStats::rows_timed_out, &PipelineStats::rows_refused,
-          &PipelineStats::rows_busy, &PipelineStats::ios, &PipelineStats::ios_merged,
-          &PipelineStats::record_ios, &PipelineStats::ios_short, &PipelineStats::ios_retried,
-          &PipelineStats::ios_split, &PipelineStats::unknown_completions,
-          &PipelineStats::late_completions, &PipelineStats::ring_used_ns}) {
+    for (const auto member : {&PipelineStats::rows_stored,
+                              &PipelineStats::rows_loaded,
+                              &PipelineStats::bytes_stored,
+                              &PipelineStats::bytes_loaded,
+                              &PipelineStats::rows_missed,
+                              &PipelineStats::rows_corrupt,
+                              &PipelineStats::rows_failed,
+                              &PipelineStats::rows_timed_out,
+                              &PipelineStats::rows_refused,
+                              &PipelineStats::rows_busy,
+                              &PipelineStats::ios,
+                              &PipelineStats::ios_merged,
+                              &PipelineStats::record_ios,
+                              &PipelineStats::load_ios_short,
+                              &PipelineStats::store_ios_short,
+                              &PipelineStats::ios_retried,
+                              &PipelineStats::ios_split,
+                              &PipelineStats::unknown_completions,
+                              &PipelineStats::late_completions,
+                              &PipelineStats::ring_used_ns}) {
         this->*member += other.*member;
     }
     load_io_ns.merge(other.load_io_ns);

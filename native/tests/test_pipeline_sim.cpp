@@ -116,7 +116,9 @@ TEST_CASE("pipeline: a short transfer is resumed, and its rest once more") {
         fixture.device.put(5, fixture.content(6));
         CHECK(fixture.move(Direction::load, 5) == RowStatus::ok);
         CHECK(fixture.block(5) == fixture.content(5));
-        CHECK(fixture.pipeline->stats().ios_short == 3);
+        const PipelineStats& stats = fixture.pipeline->stats();
+        CHECK(stats.store_ios_short == (op == io::Op::write ? 3 : 0));
+        CHECK(stats.load_ios_short == (op == io::Op::read ? 3 : 0));
     }
 }
 

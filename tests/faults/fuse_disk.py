@@ -148,6 +148,8 @@ class Server:
     def __init__(self, root: Path, device: int, faults: Faults) -> None:
         self.device = device
         self.faults = faults
+        self.unlinked = f"{root}-unlinked"
+        os.mkdir(self.unlinked)
         self.paths: dict[int, str] = {1: str(root)}
         self.nodes: dict[str, int] = {str(root): 1}
         self.lock = threading.Lock()
@@ -257,8 +259,15 @@ class Server:
 
     def unlink(self, node: int, body: bytes) -> bytes:
         path = self.child(node, body)
-        os.rmdir(path) if os.path.isdir(path) else os.unlink(path)
-        self.forget(path)
+        with self.lock:
+            gone = self.nodes.pop(path, None)
+            if os.path.isdir(path):
+                os.rmdir(path)
+            elif gone is None:
+                os.unlink(path)
+            else:  # whoever has it open still asks for its attributes
+                self.paths[gone] = os.path.join(self.unlinked, str(gone))
+                os.rename(path, self.paths[gone])
         return b""
 
     def forget(self, path: str) -> None:

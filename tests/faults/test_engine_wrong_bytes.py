@@ -34,7 +34,7 @@ def test_a1_disk_full_in_the_middle_of_a_block(tmp_path: Path, backend: str) -> 
         assert errors == [0, 0, errno.ENOSPC, errno.ENOSPC]
         loaded = disk.load([0, 1, 2, 3])
         assert [s is RowStatus.OK for s in loaded] == [s is RowStatus.OK for s in statuses]
-        assert disk.engine.stats()["ios_short"] > 0
+        assert disk.engine.stats()["store_ios_short"] > 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
