@@ -19,7 +19,7 @@ from kvdisk.config import TierConfig
 from kvdisk.direct_mode import DirectMode, set_direct
 from kvdisk.errors import DeviceError
 from kvdisk.layout import Layout
-from kvdisk.transfer import FILE_SYSTEMS_WITH_ASYNC_IO, RowStatus, TransferEngine, TransferResult
+from kvdisk.transfer import RowStatus, TransferEngine, TransferResult
 
 _LIMIT_S: Final = 10.0
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -65,7 +65,7 @@ def _store_and_load(
         slot_count=1,
         alignment=mode.alignment,
         backend=config.backend,
-        force_async=mode.file_system not in FILE_SYSTEMS_WITH_ASYNC_IO,
+        file_system=mode.file_system,
         iodepth=1,
         buffers=2,
         load_reserve=1,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -37,7 +38,7 @@ _SECONDS_MAX: Final = 1e9
 
 # Local file systems that answer a submission at once and do the work elsewhere. On any other (FUSE,
 # network) the kernel may do the I/O inside the submission, so it is told not to.
-FILE_SYSTEMS_WITH_ASYNC_IO: Final = frozenset({"ext4", "ext3", "xfs", "btrfs", "f2fs", "tmpfs"})
+_FILE_SYSTEMS_WITH_ASYNC_IO: Final = frozenset({"ext4", "ext3", "xfs", "btrfs", "f2fs", "tmpfs"})
 # Where I/O is a copy by the processor. io_uring hands those to one kernel thread after the other is
 # busy only when told to; writes to a file take turns there in any case, and would wait spinning.
 _FILE_SYSTEMS_OF_COPIES: Final = frozenset({"tmpfs"})
@@ -136,6 +137,7 @@ class TransferEngine:
     ``data_fd`` holds ``slot_count`` slots of ``slot_bytes`` (a multiple of 4096 and ``alignment``)
     from offset 0; ``record_fd`` their records from ``record_offset``, or -1 to keep records in
     memory only. The engine works on duplicates: closing the descriptors does not disturb it.
+    ``file_system`` is the data file's, as mounts(5) names it: how to submit depends on it.
 
     ``iodepth`` payload I/Os are in flight per shard and direction, and ``buffers`` bounce buffers
     of ``rows_per_buffer`` slots stage them; stores never take ``load_reserve`` of those. While
@@ -159,8 +161,7 @@ class TransferEngine:
         epoch: int = 1,
         alignment: int = _PAGE_BYTES,
         backend: Backend = "auto",
-        force_async: bool = False,
-        force_async_reads: bool = False,
+        file_system: str = "ext4",
         shards: int = 1,
         iodepth: int = 32,
         buffers: int = 64,
@@ -186,8 +187,8 @@ class TransferEngine:
             "epoch": epoch,
             "alignment": alignment,
             "backend": backend,
-            "force_async": force_async,
-            "force_async_reads": force_async_reads,
+            "force_async": file_system not in _FILE_SYSTEMS_WITH_ASYNC_IO,
+            "force_async_reads": file_system in _FILE_SYSTEMS_OF_COPIES,
             "shards": shards,
             "iodepth": iodepth,
             "buffers": buffers,
@@ -243,13 +244,12 @@ class TransferEngine:
             slot_count=rank_file.slot_count,
             alignment=rank_file.alignment,
             backend=config.backend,
-            force_async=rank_file.file_system not in FILE_SYSTEMS_WITH_ASYNC_IO,
-            force_async_reads=rank_file.file_system in _FILE_SYSTEMS_OF_COPIES,
+            file_system=rank_file.file_system,
             shards=config.shards,
             iodepth=config.iodepth,
             buffers=buffers,
             rows_per_buffer=rows,
-            load_reserve=min(int(buffers * config.load_reserve), buffers - 1),
+            load_reserve=reserved_buffers(buffers, config.load_reserve),
             store_depth_beside_loads=config.store_depth_beside_loads,
             store_queue_bytes=config.store_queue_bytes,
             direct_stores=direct_stores,
@@ -421,6 +421,14 @@ class TransferEngine:
     def _require_open(self) -> None:
         if self._closed:
             raise KVDiskError("the transfer engine is closed.")
+
+
+def reserved_buffers(buffers: int, share: float) -> int:
+    """How many of ``buffers`` stores never take: at least one where ``share`` is not 0.
+
+    One is left to stores in any case.
+    """
+    return min(math.ceil(buffers * share), buffers - 1)
 
 
 def _nanoseconds(seconds: float | None) -> int:

@@ -6,7 +6,8 @@ slot records are written. In the timed part one load in ``_SAMPLE`` is compared 
 stored; ``verify`` loads and compares every slot.
 
 ``numjobs`` becomes shards, each with a ring and ``iodepth`` I/Os of its own; in mixed jobs that
-depth counts for each direction.
+depth counts for each direction. What a job does not name is as in a tier by default: the share of
+the ring kept for loads, how far stores are held back beside loads, what the file system needs.
 """
 
 from __future__ import annotations
@@ -29,11 +30,18 @@ from kvdisk.bench.raw import require_registered
 from kvdisk.bench.result import DirectionName, Latency, Round, Verdict, cpu_times_ns
 from kvdisk.bench.runner import PROGRESS_GAP_S, Facts, Progress
 from kvdisk.bench.scratch import drop_from_page_cache, require_space, scratch_directory
+from kvdisk.config import TierConfig
 from kvdisk.direct_mode import DirectMode
 from kvdisk.errors import DeviceError
 from kvdisk.memory import require_memory
 from kvdisk.rank_file import RankFile, record_file_bytes
-from kvdisk.transfer import Direction, RowStatus, TransferEngine, TransferResult
+from kvdisk.transfer import (
+    Direction,
+    RowStatus,
+    TransferEngine,
+    TransferResult,
+    reserved_buffers,
+)
 from kvdisk.units import display_size
 
 _BATCH_BYTES: Final = 16 << 20  # of a transfer: a prefix of a request
@@ -88,12 +96,13 @@ class WholeRunner:
                 slot_bytes=job.io_bytes,
                 slot_count=self._slot_count,
                 alignment=self._file.alignment,
+                file_system=self._file.file_system,
                 backend=job.backend,
                 shards=job.numjobs,
                 iodepth=job.iodepth,
                 buffers=self._buffers,
-                load_reserve=job.iodepth // 4 if job.reads and job.writes else 0,
-                store_depth_beside_loads=max(1, job.iodepth // 2),
+                load_reserve=reserved_buffers(self._buffers, TierConfig.load_reserve),
+                store_depth_beside_loads=_store_depth_beside_loads(job.io_bytes),
                 store_queue_bytes=2**62,
             )
         except BaseException:
@@ -360,6 +369,11 @@ def _buffers_for(iodepth: int) -> int:
     so four times what is at the disk, as in the default configuration (256 MiB for 32 of 2 MiB).
     """
     return max(4 * iodepth, 8)
+
+
+def _store_depth_beside_loads(io_bytes: int) -> int:
+    """In buffers, as many bytes as in the default configuration, where a buffer holds ``merge``."""
+    return TierConfig.store_depth_beside_loads * max(1, TierConfig.merge_bytes // io_bytes)
 
 
 def _latency(stats: list[dict[str, Any]], of: str) -> dict[DirectionName, Latency]:
