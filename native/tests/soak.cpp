@@ -1,7 +1,9 @@
 // The soak: drives the pipeline over the simulated disk and copier through as many rows as it is
 // asked to, from one seed, and judges every answer. Its last line is what counts:
 //   ops=N wrong_bytes=0 invariant_breaks=0
-// The same arguments give the same trace hash.
+// It exits with 0, or with 1 when one of the two is not 0. An assertion of the pipeline ends it
+// before that: the last line then begins with "aborted:", and it exits with 3. The same arguments
+// give the same trace hash.
 #include <unistd.h>
 #include <chrono>
 #include <csignal>
@@ -60,14 +62,17 @@ Arguments parse(int count, char** words) {
     return arguments;
 }
 
+Verdict verdict;
 std::uint64_t volatile ops_so_far = 0;
 
-// An assertion of the pipeline is a broken invariant like any other: it belongs in the last line.
+// An assertion of the pipeline is a broken invariant like any other.
 extern "C" void aborted(int) {
-    char line[96];
-    const int bytes =
-        std::snprintf(line, sizeof line, "ops=%llu wrong_bytes=0 invariant_breaks=1\n",
-                      static_cast<unsigned long long>(ops_so_far));
+    char line[128];
+    const int bytes = std::snprintf(line, sizeof line,
+                                    "aborted: ops>=%llu wrong_bytes=%llu invariant_breaks=%llu\n",
+                                    static_cast<unsigned long long>(ops_so_far),
+                                    static_cast<unsigned long long>(verdict.wrong_bytes),
+                                    static_cast<unsigned long long>(verdict.invariant_breaks + 1));
     if (::write(STDOUT_FILENO, line, static_cast<std::size_t>(bytes)) < 0) std::_Exit(4);
     std::_Exit(3);
 }
@@ -87,7 +92,6 @@ int main(int count, char** words) {
 
     const auto begin = std::chrono::steady_clock::now();
     const Noise noise(arguments.seed);
-    Verdict verdict;
     kvdisk::io::SimRandom random(arguments.seed);
     Totals totals;
     while (totals.rows < arguments.ops && !verdict.hopeless()) {
