@@ -31,7 +31,7 @@ import numpy.typing as npt
 from kvdisk.background import Background
 from kvdisk.config import TierConfig
 from kvdisk.errors import DeviceError
-from kvdisk.identity import Identity, open_namespace
+from kvdisk.identity import Identity, label_namespace
 from kvdisk.layout import Layout
 from kvdisk.messages import Clear, PathState
 from kvdisk.path_health import PathHealth
@@ -183,9 +183,9 @@ class DiskPath:
             direct=config.direct,
             persist=config.persist,
         )
+        directory = config.paths[index] / identity.namespace
         for left in range(_OPEN_ATTEMPTS, 0, -1):
             try:
-                directory = open_namespace(config.paths[index], identity)
                 file = open_file(directory)
                 break
             except DeviceError as error:  # "kvdisk gc" may remove the directory as we open it
@@ -197,8 +197,21 @@ class DiskPath:
                 _log.warning("%s", note)
             return cls(index, file, layout, config, wake_fd, direct_stores=direct_stores)
         except BaseException:
+            file.undo()
             file.close()
             raise
+
+    def label(self, identity: Identity) -> None:
+        """Have the directory say whose it is: once the open can no longer fail elsewhere.
+
+        Raises DeviceError.
+        """
+        label_namespace(self.directory, identity)
+
+    def undo_open(self) -> None:
+        """Close, and remove what opening made: the open fails after all."""
+        self.file.undo()
+        self.close(0)
 
     @property
     def engine(self) -> TransferEngine:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
@@ -134,21 +134,18 @@ def _names_are_text(value: object) -> bool:
     return True
 
 
-def open_namespace(root: Path, identity: Identity) -> Path:
-    """The identity's directory below ``root``, made 0700 when missing, with its ``kvdisk.json``.
+def label_namespace(directory: Path, identity: Identity) -> None:
+    """Have a namespace's directory say in its ``kvdisk.json`` whose it is.
 
-    A ``kvdisk.json`` that does not say this identity is set aside, never trusted: it is for people
-    and tools to read, and decides nothing about bytes. Raises ConfigError or DeviceError when the
-    directory cannot be had.
+    One that does not say this identity is set aside, never trusted: it is for people and tools to
+    read, and decides nothing about bytes. Raises DeviceError when it cannot be written.
     """
-    directory = root / identity.namespace
-    folder = open_private_directory(directory)
+    folder = open_private_directory(directory, ExitStack())
     try:
         if read_identity_fields(directory, folder) != json.loads(identity._canonical()):
             _write_identity(directory, folder, identity)
     finally:
         os.close(folder)
-    return directory
 
 
 def read_identity_fields(directory: Path, folder: int | None = None) -> dict[str, Any] | None:

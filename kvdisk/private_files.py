@@ -15,7 +15,7 @@ import os
 import stat
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
@@ -29,15 +29,17 @@ _LOCK_RETRY_S: Final = 0.02
 _NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
-def open_private_directory(path: Path) -> int:
+def open_private_directory(path: Path, made: ExitStack) -> int:
     """A descriptor of ``path``, made 0700 and ours; its parent may be shared, but not careless.
 
     ``path`` is made when missing, and so is its parent, but nothing above: a disk that is not
-    mounted must be noticed. Raises ConfigError for what is unsafe, DeviceError for what fails.
+    mounted must be noticed. ``made`` learns how to remove again what was made, unless others use
+    it. Raises ConfigError for what is unsafe, DeviceError for what fails.
     """
-    parent = _open_parent(path.parent)
+    parent = _open_parent(path.parent, made)
     try:
-        _make_directory(path, path.name, parent)
+        if _make_directory(path, path.name, parent):
+            made.callback(_remove_if_empty, path)
         status = os.stat(path.name, dir_fd=parent, follow_symlinks=False)
         _require_directory(path, status)
         if status.st_uid != os.geteuid():
@@ -53,10 +55,11 @@ def open_private_directory(path: Path) -> int:
         os.close(parent)
 
 
-def _open_parent(path: Path) -> int:
+def _open_parent(path: Path, made: ExitStack) -> int:
     """The directory in which ours lies. It may belong to root or us, nobody else."""
     try:
-        _make_directory(path, path, None)
+        if _make_directory(path, path, None):
+            made.callback(_remove_if_empty, path)
         link = os.lstat(path)
         if stat.S_ISLNK(link.st_mode) and link.st_uid not in (0, os.geteuid()):
             raise ConfigError(
@@ -86,12 +89,12 @@ def _require_safe_parent(path: Path, status: os.stat_result) -> None:
         )
 
 
-def _make_directory(path: Path, name: str | Path, parent: int | None) -> None:
-    """Like mkdir, but 0700 under any umask, and content with what is there."""
+def _make_directory(path: Path, name: str | Path, parent: int | None) -> bool:
+    """Like mkdir, but 0700 under any umask, and content with what is there: then False."""
     try:
         os.mkdir(name, 0o700, dir_fd=parent)
     except FileExistsError:
-        return
+        return False
     except FileNotFoundError as error:
         raise ConfigError(
             f"{path.parent} does not exist: make it, or mount the disk that should be there."
@@ -99,6 +102,12 @@ def _make_directory(path: Path, name: str | Path, parent: int | None) -> None:
     # A umask may have taken bits away; nobody else could put something else here so soon, except
     # in a directory that the next check refuses.
     os.chmod(name, 0o700, dir_fd=parent)
+    return True
+
+
+def _remove_if_empty(path: Path) -> None:
+    with suppress(OSError):
+        os.rmdir(path)
 
 
 def _require_directory(path: Path, status: os.stat_result) -> None:
@@ -147,6 +156,15 @@ def set_aside(folder: int, path: Path) -> str:
         op="rename",
         path=str(path),
     )
+
+
+def put_back(folder: int, aside: str, name: str) -> None:
+    """Undo ``set_aside``, unless the name is taken again."""
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except OSError:
+        with suppress(OSError):
+            os.rename(aside, name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def unlink_if_same(folder: int, name: str, file: int) -> bool:

@@ -10,7 +10,7 @@ What always holds:
       an extended attribute on a data file. Anything else with our name is renamed to
       ``.damaged-N``, never deleted, and the start is cold.
     * Sizes, header and mode are settled, and the space is reserved, when ``create_or_open``
-      returns; when it raises, files that it made are gone again.
+      returns; when it raises, files and directories that it made are gone again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ from typing import Final
 from kvdisk.config import Direct
 from kvdisk.direct_mode import DirectMode, choose_mode, set_direct, without_direct
 from kvdisk.errors import ConfigError, DeviceError
-from kvdisk.private_files import open_locked, open_private_directory, set_aside, unlink_if_same
+from kvdisk.private_files import (
+    open_locked,
+    open_private_directory,
+    put_back,
+    set_aside,
+    unlink_if_same,
+)
 from kvdisk.rank_header import (
     FINGERPRINT_BYTES,
     HEADER_BYTES,
@@ -38,6 +44,7 @@ from kvdisk.rank_header import (
     RECORD_PAGE_BYTES,
     RECORDS_PER_PAGE,
     RankHeader,
+    file_names,
     parse_header,
     record_file_bytes,
     slots_within,
@@ -73,6 +80,7 @@ class RankFile:
     notes: tuple[str, ...] = ()
     record_offset: int = HEADER_BYTES
     _folder: int = field(default=-1, repr=False)
+    _made: ExitStack = field(default_factory=ExitStack, repr=False)
     _header_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
@@ -98,13 +106,15 @@ class RankFile:
         O_DIRECT where required, disk trouble).
         """
         wanted = _wanted_header(rank, world_size, slot_count, slot_bytes, fingerprint)
-        with ExitStack() as undo:
-            opening = _Opening(Path(os.path.abspath(directory)), wanted, direct, undo)
+        with ExitStack() as descriptors, ExitStack() as made:
+            place = Path(os.path.abspath(directory))
+            opening = _Opening(place, wanted, direct, descriptors, made)
             opening.find_what_is_there()
             if not persist:
                 opening.make_nameless()
             opening.settle()
-            undo.pop_all()
+            descriptors.pop_all()
+            made_here = made.pop_all()
         for note in opening.notes:
             _log.warning("%s", note)
         return cls(
@@ -116,6 +126,7 @@ class RankFile:
             mode=opening.mode,
             notes=tuple(opening.notes),
             _folder=opening.folder,
+            _made=made_here,
         )
 
     @property
@@ -179,6 +190,11 @@ class RankFile:
         assert not self.closed, "unlink on a closed rank file"
         unlink_if_same(self._folder, self.data_path.name, self.data_fd)
         unlink_if_same(self._folder, self.record_path.name, self.record_fd)
+
+    def undo(self) -> None:
+        """Remove what opening made, as far as nobody else uses it: the open fails after all."""
+        assert not self.closed, "undo on a closed rank file"
+        self._made.close()
 
     @property
     def closed(self) -> bool:
@@ -288,21 +304,29 @@ class _File:
 class _Opening:
     """The steps of ``create_or_open`` and what they have found so far.
 
-    ``undo`` closes descriptors and removes files made here; it runs unless everything succeeded.
+    Unless everything succeeds ``made`` removes what was made here, then ``descriptors`` are closed.
     """
 
-    def __init__(self, directory: Path, wanted: RankHeader, direct: Direct, undo: ExitStack):
+    def __init__(
+        self,
+        directory: Path,
+        wanted: RankHeader,
+        direct: Direct,
+        descriptors: ExitStack,
+        made: ExitStack,
+    ) -> None:
         self.notes: list[str] = []
         self.header = wanted
         self.found: RankHeader | None = None
         self._record_file_was_ours = False
         self._direct = direct
-        self._undo = undo
-        self.folder = open_private_directory(directory)
-        undo.callback(os.close, self.folder)
-        stem = f"rank-{wanted.rank}-of-{wanted.world_size}"
-        self.data = self._open(directory / f"{stem}.kv")
-        self.record = self._open(directory / f"{stem}.idx")
+        self._descriptors = descriptors
+        self._made = made
+        self.folder = open_private_directory(directory, made)
+        descriptors.callback(os.close, self.folder)
+        data_name, record_name = file_names(wanted.rank, wanted.world_size)
+        self.data = self._open(directory / data_name)
+        self.record = self._open(directory / record_name)
         self.mode = choose_mode(directory, direct)
         self._apply_mode()
 
@@ -359,14 +383,15 @@ class _Opening:
 
     def _open(self, path: Path) -> _File:
         opened = _File(path, open_locked(self.folder, path), 0)
-        self._undo.callback(opened.close)
+        self._descriptors.callback(opened.close)
         opened.size_bytes = os.fstat(opened.file).st_size
         if opened.size_bytes == 0:
-            self._undo.callback(unlink_if_same, self.folder, path.name, opened.file)
+            self._made.callback(unlink_if_same, self.folder, path.name, opened.file)
         return opened
 
     def _replace(self, old: _File, why: str) -> _File:
         name = set_aside(self.folder, old.path)
+        self._made.callback(put_back, self.folder, name, old.path.name)
         self.notes.append(f"{old.path}: {why}; set aside as {name}, starting cold")
         new = self._open(old.path)
         old.close()

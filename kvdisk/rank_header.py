@@ -92,6 +92,12 @@ def parse_header(page: bytes) -> RankHeader | str:
     return RankHeader(epoch, slot_bytes, slot_count, rank, world_size, fingerprint, clears)
 
 
+def file_names(rank: int, world_size: int) -> tuple[str, str]:
+    """The names of a rank's data file and record file."""
+    stem = f"rank-{rank}-of-{world_size}"
+    return f"{stem}.kv", f"{stem}.idx"
+
+
 def record_file_bytes(slot_count: int) -> int:
     """Size of a record file: the header, then whole pages of records."""
     pages = -(-slot_count // RECORDS_PER_PAGE)

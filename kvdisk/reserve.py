@@ -19,35 +19,36 @@ from kvdisk.units import display_size
 
 _ZERO_CHUNK_BYTES: Final = 1 << 20
 _NO_FALLOCATE: Final = (errno.EOPNOTSUPP, errno.ENOSYS)
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _log = logging.getLogger("kvdisk")
 
 
-def reserve(file: int, path: Path, size_bytes: int, *, zero_fill: bool) -> str | None:
+def reserve(
+    file: int, path: Path, size_bytes: int, *, zero_fill: bool, option: str = "capacity"
+) -> str | None:
     """Give the file exactly ``size_bytes``, all reserved; surplus is given back first.
 
     Where fallocate is not supported, zeros are written instead when ``zero_fill``, else that is an
-    error. Returns a note when it had to. Raises DeviceError, with how much is needed and how much
-    is free, and leaves the file at its former size.
+    error. Returns a note when it had to. Raises DeviceError, with how much is needed, how much is
+    free and which ``option`` to lower, and leaves the file at its former size.
     """
     former_bytes = os.fstat(file).st_size
     try:
         if former_bytes > size_bytes:
             os.ftruncate(file, size_bytes)
-        _require_free(file, path, size_bytes)
+        _require_free(file, size_bytes)
         allocate(file, size_bytes)
     except OSError as error:
         if error.errno in _NO_FALLOCATE and zero_fill:
             _log.warning("%s: no fallocate here; writing %d bytes of zeros", path, size_bytes)
-            _fill_or_undo(file, path, former_bytes, size_bytes)
+            _fill_or_undo(file, path, former_bytes, size_bytes, option)
             return "space was reserved by writing zeros: this file system has no fallocate"
         _undo(file, former_bytes, size_bytes)
         if error.errno in _NO_FALLOCATE:
             raise DeviceError.from_os_error(
                 error, "fallocate", path, "Use a directory on ext4 or xfs."
             ) from error
-        raise _no_room(file, path, size_bytes, error) from error
+        raise _refused(file, path, size_bytes, option, error) from error
     return None
 
 
@@ -61,21 +62,23 @@ def allocate(file: int, size_bytes: int) -> None:
             raise OSError(number, os.strerror(number))
 
 
-def _require_free(file: int, path: Path, size_bytes: int) -> None:
+def room_for(missing_bytes: int, answer: os.statvfs_result) -> bool:
+    """Whether a file system takes that much more, as far as it says.
+
+    What it keeps back for root is not for a cache, whoever runs it: it is what the machine lives on
+    when the disk is full, and root does not get it everywhere.
+    """
+    return answer.f_blocks == 0 or missing_bytes <= answer.f_bavail * answer.f_frsize
+
+
+def _require_free(file: int, size_bytes: int) -> None:
     """Refuse early: a failing fallocate may first take all there is, from everybody."""
-    missing = size_bytes - os.fstat(file).st_blocks * 512
-    answer = os.fstatvfs(file)
-    free = _free_bytes(answer)
-    if answer.f_blocks and missing > free:
+    missing_bytes = size_bytes - os.fstat(file).st_blocks * 512
+    if not room_for(missing_bytes, os.fstatvfs(file)):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _free_bytes(answer: os.statvfs_result) -> int:
-    """Root may use the reserve that others may not."""
-    return (answer.f_bfree if os.geteuid() == 0 else answer.f_bavail) * answer.f_frsize
-
-
-def _fill_or_undo(file: int, path: Path, former_bytes: int, size_bytes: int) -> None:
+def _fill_or_undo(file: int, path: Path, former_bytes: int, size_bytes: int, option: str) -> None:
     """Write zeros behind what is there. Page-aligned, for a file opened with O_DIRECT."""
     start = min(former_bytes, size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     try:
@@ -89,24 +92,44 @@ def _fill_or_undo(file: int, path: Path, former_bytes: int, size_bytes: int) -> 
         os.fsync(file)
     except OSError as error:
         _undo(file, former_bytes, size_bytes)
-        raise _no_room(file, path, size_bytes, error) from error
+        raise _refused(file, path, size_bytes, option, error) from error
 
 
 def _undo(file: int, former_bytes: int, size_bytes: int) -> None:
     os.ftruncate(file, min(former_bytes, size_bytes))
 
 
-def _no_room(file: int, path: Path, size_bytes: int, error: OSError) -> DeviceError:
-    status, answer = os.fstat(file), os.fstatvfs(file)
-    missing = max(0, size_bytes - status.st_blocks * 512)
-    need = f"{display_size(missing)} more needed for a file of {display_size(size_bytes)}"
-    free = f"{display_size(_free_bytes(answer))} free"
+def _refused(file: int, path: Path, size_bytes: int, option: str, error: OSError) -> DeviceError:
+    missing_bytes = max(0, size_bytes - os.fstat(file).st_blocks * 512)
+    return no_room(path, missing_bytes, size_bytes, os.fstatvfs(file), option, error)
+
+
+def no_room(
+    path: Path,
+    missing_bytes: int,
+    size_bytes: int,
+    answer: os.statvfs_result,
+    option: str = "capacity",
+    error: OSError | None = None,
+) -> DeviceError:
+    """What to say and to do where ``missing_bytes`` of ``size_bytes`` cannot be had."""
+    error = error or OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    need = f"{display_size(missing_bytes)} more needed ({display_size(size_bytes)} in all)"
+    free = f"{display_size(answer.f_bavail * answer.f_frsize)} free"
+    kept_bytes = (answer.f_bfree - answer.f_bavail) * answer.f_frsize
+    if kept_bytes > 0:
+        free += f" (another {display_size(kept_bytes)} kept back for the system)"
     if error.errno == errno.EDQUOT:
-        advice = f"{need}: raise the quota of user {os.geteuid()}, or lower capacity."
+        advice = f"{need}: raise the quota of user {os.geteuid()}, or lower {option}."
     elif error.errno == errno.EFBIG:
-        advice = f"{need}: raise the limit on file sizes (ulimit -f), or lower capacity."
-    elif error.errno in _NO_ROOM:
-        advice = f"{need}, {free}: free space on this disk, or lower capacity."
+        advice = f"{need}: raise the limit on file sizes (ulimit -f), or lower {option}."
+    elif error.errno == errno.ENOSPC and room_for(missing_bytes, answer):
+        advice = (
+            f"{need}, and the file system says {free}: so a quota of this directory, or another "
+            f"limit of the file system or its disk, applies. Raise that, or lower {option}."
+        )
+    elif error.errno == errno.ENOSPC:
+        advice = f"{need}, {free}: free space on this disk, or lower {option}."
     else:
         advice = f"{need}, {free}: check the disk (dmesg)."
-    return DeviceError.from_os_error(error, "fallocate", path, advice)
+    return DeviceError.from_os_error(error, "reserve", path, advice)

@@ -25,6 +25,8 @@ from kvdisk.layout import Layout
 from kvdisk.messages import PathState, Worker
 from kvdisk.metrics import TierStats
 from kvdisk.open_transfers import TierResult
+from kvdisk.placement import Placement
+from kvdisk.room import require_room
 from kvdisk.scheduler import TierScheduler
 from kvdisk.units import display_size
 from kvdisk.worker import TierWorker
@@ -87,6 +89,8 @@ class DiskTier:
         Raises ConfigError (an option, the directory or the size cannot work), BusyError (another
         process has it open) or DeviceError (the disk does not do what is needed).
         """
+        placement = Placement.of(config, layout.block_bytes, 1)
+        require_room(config, identity, placement, 0, 1)  # before the memory for so many slots
         scheduler = TierScheduler(
             config, layout.block_bytes, tell_removed=tell_removed, clock=clock
         )

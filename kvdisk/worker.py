@@ -35,6 +35,7 @@ from kvdisk.messages import Clear, PathState, RankOpened, RankReport, RankResult
 from kvdisk.path_health import error_name
 from kvdisk.placement import Placement
 from kvdisk.quiet_log import QuietLog
+from kvdisk.room import require_room
 from kvdisk.transfer import (
     FAILURES,
     Direction,
@@ -137,6 +138,7 @@ class TierWorker:
         Raises ConfigError, BusyError or DeviceError when this cannot work.
         """
         placement = Placement.of(config, block_bytes or layout.block_bytes, world_size)
+        require_room(config, identity, placement, rank, world_size)
         config.check_memory()
         require_slot_memory(placement.slot_count, WORKER_BYTES_PER_SLOT, config.ring_bytes)
         share = _share_of_one_path(config)
@@ -163,15 +165,13 @@ class TierWorker:
                         raise
                     _log.warning("path left out, its slots are misses: %s", error)
                     lost[index] = str(error)
-            _catch_up_with_clears(paths, lost)
-            if not paths:
-                raise DeviceError(f"no path can be used: {'; '.join(lost.values())}")
+            _make_ready(paths, lost, identity)
             per_slot = WORKER_BYTES_PER_SLOT + SCHEDULER_BYTES_PER_SLOT[config.eviction]
             memory = placement.slot_count * per_slot
             return cls(paths, lost, placement, layout, rank, world_size, wake_fd, clock, memory)
         except BaseException:
             for path in paths.values():
-                path.close(0)
+                path.undo_open()
             os.close(wake_fd)
             raise
 
@@ -464,16 +464,19 @@ class TierWorker:
         }
 
 
-def _catch_up_with_clears(paths: dict[int, DiskPath], lost: dict[int, str]) -> None:
+def _make_ready(paths: dict[int, DiskPath], lost: dict[int, str], identity: Identity) -> None:
     """A path that was away during a clear must not bring back what was cleared."""
     clears = max((path.file.header.clears for path in paths.values()), default=0)
     for index, path in list(paths.items()):
         try:
             path.catch_up(clears)
+            path.label(identity)
         except DeviceError as error:
+            if len(paths) == 1:
+                raise
             _log.warning("path left out, its slots are misses: %s", error)
             lost[index] = str(error)
-            paths.pop(index).close(0)
+            paths.pop(index).undo_open()
 
 
 def _share_of_one_path(config: TierConfig) -> TierConfig:

@@ -55,7 +55,7 @@ class ScratchFile:
                 error, "make a file in", directory, "Use a directory that this user can write to."
             ) from error
         try:
-            reserve(self.fd, directory, size_bytes, zero_fill=True)
+            reserve(self.fd, directory, size_bytes, zero_fill=True, option="size or numjobs")
         except BaseException:
             os.close(self.fd)
             raise

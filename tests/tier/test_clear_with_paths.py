@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvdisk import disk_path
 from kvdisk.errors import DeviceError
+from kvdisk.rank_file import RankFile
 from kvdisk.rank_header import HEADER_BYTES, RankHeader, parse_header
 from kvdisk.transfer import RowStatus
 from tests.tier.rig import ok, tier_rig
@@ -19,14 +20,14 @@ CAPACITY = 16 << 20
 
 def away(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """No path of this name can be opened."""
-    real = disk_path.open_namespace
+    real = RankFile.create_or_open
 
-    def failing(root: Path, *arguments: object) -> Path:
-        if root.name == name:
+    def failing(directory: Path, **options: Any) -> RankFile:
+        if directory.parent.name == name:
             raise DeviceError("it is away", errno=5)
-        return real(root, *arguments)  # type: ignore[arg-type]
+        return real(directory, **options)
 
-    monkeypatch.setattr(disk_path, "open_namespace", failing)
+    monkeypatch.setattr(RankFile, "create_or_open", failing)
 
 
 def test_a8_a_path_that_was_away_during_a_clear_brings_nothing_back(

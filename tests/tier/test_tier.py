@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdisk import disk_path, memory
+from kvdisk import disk_path, memory, room
 from kvdisk.config import TierConfig
 from kvdisk.errors import BusyError, ConfigError, DeviceError, KVDiskError
 from kvdisk.layout import Layout
 from kvdisk.metrics import MISS_REASONS, prometheus_collector
-from kvdisk.rank_file import HeaderProbe
+from kvdisk.rank_file import HeaderProbe, RankFile
 from kvdisk.scheduler import TierScheduler
+from kvdisk.tier import DiskTier
 from kvdisk.transfer import Direction, RowStatus, TransferEngine
 from kvdisk.worker import TierWorker
 from tests.tier.rig import PATIENCE_S, TierRig, identity, name, ok, tier_rig
@@ -242,11 +243,54 @@ def test_more_slots_than_memory_has_room_for_are_refused_by_either_half(
     layout = Layout.from_tensors([np.zeros((4, 4096), dtype=np.uint8)])
     little = memory.MemoryHeadroom(8 << 30, "MemAvailable of this machine")
     monkeypatch.setattr(memory, "memory_headroom", lambda _: little)
+    monkeypatch.setattr(room, "room_for", lambda *_: True)
     with pytest.raises(ConfigError, match=r"capacity.*slots take.*GiB.*8\.00 GiB"):
         TierScheduler(config, layout.block_bytes)
     with pytest.raises(ConfigError, match=r"capacity.*slots take.*1\.00 MiB for the ring"):
         TierWorker.open(layout, identity(layout), config)
     assert list(tmp_path.iterdir()) == [], "nothing was made"
+
+
+def test_a_capacity_beyond_the_disk_is_refused_before_memory_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("memory was looked at before the disk")
+
+    monkeypatch.setattr(memory, "memory_headroom", never)
+    layout = Layout.from_tensors([np.zeros((4, 4096), dtype=np.uint8)])
+    root = tmp_path / "kv"
+    config = TierConfig(paths=(root,), capacity_bytes=8 << 40, ring_bytes=1 << 20)
+    for open_it in (DiskTier.open, TierWorker.open):
+        with pytest.raises(DeviceError, match=r"8\.00 TiB more needed.* free.*lower capacity"):
+            open_it(layout, identity(layout), config)
+    assert not root.exists()
+
+
+@pytest.mark.parametrize("step", ["self_test", "engine", "label", "second path"])
+def test_an_open_that_fails_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise DeviceError("it is broken", errno=5)
+
+    target, function = {
+        "self_test": (disk_path, "self_test"),
+        "engine": (TransferEngine, "open"),
+        "label": (disk_path, "label_namespace"),
+        "second path": (disk_path, "self_test"),
+    }[step]
+    paths = [tmp_path / "kv"]
+    if step == "second path":
+        paths.append(tmp_path / "busy")
+        holder = TierRig(paths[1])
+    else:
+        monkeypatch.setattr(target, function, fail)
+    with pytest.raises((DeviceError, BusyError)):
+        TierRig(*paths)
+    assert not paths[0].exists()
+    if step == "second path":
+        holder.close()
 
 
 def test_metrics_have_every_reason_before_it_happens_and_true_counts(tmp_path: Path) -> None:
@@ -454,14 +498,14 @@ def test_a_path_that_fails_at_open_is_left_out_when_there_are_others(
         on_good = rig.tier._scheduler.placement.path_of(
             rig.tier._scheduler._allocator.find([name(key) for key in KEYS])
         )
-    real = disk_path.open_namespace
+    real = RankFile.create_or_open
 
-    def failing(root: Path, *arguments):
-        if root.name == "bad":
+    def failing(directory: Path, **options):
+        if directory.parent.name == "bad":
             raise DeviceError("it is broken", errno=5)
-        return real(root, *arguments)
+        return real(directory, **options)
 
-    monkeypatch.setattr(disk_path, "open_namespace", failing)
+    monkeypatch.setattr(RankFile, "create_or_open", failing)
     with tier_rig(*paths, capacity=16 << 20) as rig:
         assert any("it is broken" in text for text in caplog.messages)
         assert rig.tier.health().status == "degraded"

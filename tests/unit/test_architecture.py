@@ -34,6 +34,7 @@ GROUPS = {
         "agreement",
         "clears",
         "open_transfers",
+        "room",
         "disk_path",
         "path_health",
         "quiet_log",

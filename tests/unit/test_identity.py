@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvdisk.errors import ConfigError
-from kvdisk.identity import Identity, is_namespace_name, open_namespace, read_identity_fields
+from kvdisk.identity import Identity, is_namespace_name, label_namespace, read_identity_fields
 
 FIELDS: dict[str, Any] = {
     "model": "org/model",
@@ -26,6 +26,13 @@ FIELDS: dict[str, Any] = {
     "quantization": "",
     "extra": {"backend": "FLASH_ATTN", "rope": {"factor": 8.0}},
 }
+
+
+def labelled(root: Path, identity: Identity) -> Path:
+    """The identity's directory below ``root``, which says so."""
+    directory = root / identity.namespace
+    label_namespace(directory, identity)
+    return directory
 
 
 def changed() -> list[dict[str, Any]]:
@@ -85,7 +92,7 @@ def test_any_model_name_gives_a_plain_directory_of_one_length(model: str, tmp_pa
     identity = Identity(**{**FIELDS, "model": model})
     assert is_namespace_name(identity.namespace)
     assert len(identity.namespace) == 35
-    directory = open_namespace(tmp_path, identity)
+    directory = labelled(tmp_path, identity)
     assert directory.parent == tmp_path
     assert [each.name for each in directory.iterdir()] == ["kvdisk.json"]
 
@@ -120,7 +127,7 @@ class TestNamespaceFile:
     def test_says_the_identity_and_is_private_under_any_umask(self, tmp_path: Path) -> None:
         old = os.umask(0)
         try:
-            directory = open_namespace(tmp_path / "root", Identity(**FIELDS))
+            directory = labelled(tmp_path / "root", Identity(**FIELDS))
         finally:
             os.umask(old)
         file = directory / "kvdisk.json"
@@ -130,26 +137,26 @@ class TestNamespaceFile:
         fields = read_identity_fields(directory)
         assert fields == {"format": 1, **FIELDS}
         before = file.stat().st_mtime_ns
-        open_namespace(tmp_path / "root", Identity(**FIELDS))
+        labelled(tmp_path / "root", Identity(**FIELDS))
         assert file.stat().st_mtime_ns == before
 
     @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"identity": 1}', b"\xff" * 100])
     def test_a_damaged_one_is_set_aside_and_written_anew(
         self, tmp_path: Path, content: bytes
     ) -> None:
-        directory = open_namespace(tmp_path, Identity(**FIELDS))
+        directory = labelled(tmp_path, Identity(**FIELDS))
         (directory / "kvdisk.json").write_bytes(content)
         assert read_identity_fields(directory) is None
-        open_namespace(tmp_path, Identity(**FIELDS))
+        labelled(tmp_path, Identity(**FIELDS))
         assert read_identity_fields(directory) is not None
         assert (directory / "kvdisk.json.damaged-1").read_bytes() == content
 
     def test_a_planted_link_is_refused_or_replaced_but_never_followed(self, tmp_path: Path) -> None:
-        directory = open_namespace(tmp_path / "root", Identity(**FIELDS))
+        directory = labelled(tmp_path / "root", Identity(**FIELDS))
         target = tmp_path / "target"
         target.write_text("precious")
         (directory / "kvdisk.json").unlink()
         (directory / "kvdisk.json").symlink_to(target)
-        open_namespace(tmp_path / "root", Identity(**FIELDS))
+        labelled(tmp_path / "root", Identity(**FIELDS))
         assert target.read_text() == "precious"
         assert not (directory / "kvdisk.json").is_symlink()

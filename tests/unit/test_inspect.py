@@ -24,7 +24,6 @@ from caches import (
 
 from kvdisk import looking
 from kvdisk.looking import lock_of
-from kvdisk.private_files import open_private_directory
 from kvdisk.rank_file import RankFile
 from kvdisk.slot_records import RECORD, RecordState, as_records, payload_matches, record_states
 
@@ -270,7 +269,6 @@ def test_records_that_an_engine_wrote_are_read_by_field(tmp_path: Path) -> None:
 
 
 def test_files_opened_without_a_tier_are_found_too(tmp_path: Path) -> None:
-    os.close(open_private_directory(tmp_path / "cache"))
     with RankFile.create_or_open(tmp_path / "cache", 0, 1, 8, 8192, bytes(32)):
         (found,) = kvdisk_json("inspect", tmp_path / "cache")["namespaces"]
     assert found["identity"] is None

@@ -306,7 +306,7 @@ def test_missing_space_is_said_in_numbers_and_nothing_is_left(tmp_path: Path) ->
         assert caught.value.errno == errno.ENOSPC
         for part in ("64.00 MiB more needed", " MiB free", "lower capacity"):
             assert part in str(caught.value)
-        assert names_in(directory) == []
+        assert names_in(mount) == []
 
         with open_rank(directory, slot_count=512) as opened:  # 4 MiB
             assert opened.file_system == "tmpfs"
@@ -358,7 +358,12 @@ def test_without_fallocate_zeros_are_written(
 
 @pytest.mark.parametrize(
     ("number", "says"),
-    [(errno.EDQUOT, "quota"), (errno.EFBIG, "ulimit -f"), (errno.ENOSPC, "free space")],
+    [
+        (errno.EDQUOT, "raise the quota of user"),
+        (errno.EFBIG, "ulimit -f"),
+        # There is room, says the file system: then something else says no.
+        (errno.ENOSPC, "a quota of this directory, or another limit"),
+    ],
 )
 def test_a_refused_reservation_says_what_to_do(
     directory: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str
@@ -370,7 +375,65 @@ def test_a_refused_reservation_says_what_to_do(
     with pytest.raises(DeviceError, match=says) as caught:
         open_rank(directory)
     assert caught.value.errno == number
-    assert names_in(directory) == []
+    assert not directory.exists()
+
+
+def test_what_is_kept_back_for_the_system_is_nobody_s_room(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root does not get it everywhere, and a cache in it leaves the machine nothing to live on."""
+    words = list(os.statvfs("/"))
+    page_bytes = 4096
+    words[1:5] = [page_bytes, 1 << 20, 1 << 19, 10]  # f_frsize, f_blocks, f_bfree, f_bavail
+    monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result(words))
+    with pytest.raises(DeviceError, match=r"40\.00 KiB free \(another 2\.00 GiB kept back"):
+        open_rank(directory)
+    assert not directory.parent.exists()
+
+
+# What a failed opening leaves -------------------------------------------------------------------
+
+
+def test_a_failed_opening_leaves_no_directory(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reserve, "allocate", full)
+    with pytest.raises(DeviceError):
+        open_rank(directory)
+    assert not directory.parent.exists()
+    directory.parent.mkdir()
+    with pytest.raises(DeviceError):
+        open_rank(directory)
+    assert names_in(directory.parent) == []
+
+
+def test_a_failed_opening_leaves_what_was_there_before(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_rank(directory).close()
+    (directory / NAMES[1]).write_bytes(b"damaged" * 1000)
+    before = {path: path.read_bytes() for path in directory.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(reserve, "allocate", full)
+        with pytest.raises(DeviceError):
+            open_rank(directory)
+    assert {path: path.read_bytes() for path in directory.iterdir()} == before
+    with open_rank(directory) as opened:
+        assert "set aside" in opened.notes[0]
+
+
+def test_an_opening_that_fails_later_is_undone_beside_another_rank(directory: Path) -> None:
+    with open_rank(directory, rank=0, world_size=2) as other:
+        with open_rank(directory, rank=1, world_size=2) as opened:
+            opened.undo()
+        assert names_in(directory) == sorted([other.data_path.name, other.record_path.name])
+    with open_rank(directory, rank=0, world_size=2) as again:
+        again.undo()  # made nothing
+        assert len(names_in(directory)) == 2
+
+
+def full(file: int, size_bytes: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 # O_DIRECT (A27) ---------------------------------------------------------------------------------
@@ -426,7 +489,7 @@ def test_a_directory_that_cannot_be_written_is_an_error_at_open(
     monkeypatch.setattr(direct_mode, "probe_directory", lambda _: answers)
     with pytest.raises(DeviceError):
         open_rank(directory)
-    assert names_in(directory) == []
+    assert not directory.parent.exists()
 
 
 @pytest.mark.parametrize("new", [True, False])
