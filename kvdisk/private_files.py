@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from kvdisk.errors import BusyError, ConfigError, DeviceError
+from kvdisk.safe_directory import Refusal, foreign_refusal, link_refusal, parent_refusal
 
 _OPEN_ATTEMPTS: Final = 16
 _SET_ASIDE_MAX: Final = 1000
@@ -43,7 +44,7 @@ def open_private_directory(path: Path, made: ExitStack) -> int:
         status = os.stat(path.name, dir_fd=parent, follow_symlinks=False)
         _require_directory(path, status)
         if status.st_uid != os.geteuid():
-            raise ConfigError(_foreign(path, status.st_uid))
+            raise ConfigError(foreign_refusal(status).about(path))
         if stat.S_IMODE(status.st_mode) != 0o700:
             os.chmod(path.name, 0o700, dir_fd=parent)
         return os.open(
@@ -60,33 +61,23 @@ def _open_parent(path: Path, made: ExitStack) -> int:
     try:
         if _make_directory(path, path, None):
             made.callback(_remove_if_empty, path)
-        link = os.lstat(path)
-        if stat.S_ISLNK(link.st_mode) and link.st_uid not in (0, os.geteuid()):
-            raise ConfigError(
-                f"{path} is a symbolic link that user {link.st_uid} made: name the directory "
-                "itself, or remove the link."
-            )
+        _accept(path, link_refusal(os.lstat(path)))
         parent = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         if error.errno == errno.ENOTDIR:
             raise ConfigError(f"{path} is not a directory: name one for the cache.") from error
         raise DeviceError.from_os_error(error, "open directory", path, _advice(error)) from error
     try:
-        _require_safe_parent(path, os.fstat(parent))
+        _accept(path, parent_refusal(os.fstat(parent)))
     except BaseException:
         os.close(parent)
         raise
     return parent
 
 
-def _require_safe_parent(path: Path, status: os.stat_result) -> None:
-    if status.st_uid not in (0, os.geteuid()):
-        raise ConfigError(_foreign(path, status.st_uid))
-    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-        raise ConfigError(
-            f"{path} is writable for everyone, who could then replace the cache: chmod it to 0700 "
-            "(or 1777 if others need it), or use another directory."
-        )
+def _accept(path: Path, refusal: Refusal | None) -> None:
+    if refusal is not None:
+        raise ConfigError(refusal.about(path))
 
 
 def _make_directory(path: Path, name: str | Path, parent: int | None) -> bool:
@@ -243,7 +234,7 @@ def _require_own_file(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"{path} is {_kind(status)}, not a file: find out who put it there.")
     if status.st_uid != os.geteuid():
-        raise ConfigError(_foreign(path, status.st_uid))
+        raise ConfigError(foreign_refusal(status).about(path))
     if status.st_nlink > 1:
         raise ConfigError(
             f"{path} has {status.st_nlink} hard links, so writing to it would change another "
@@ -341,13 +332,6 @@ def _kind(status: os.stat_result) -> str:
         if test(status.st_mode):
             return name
     return "a device"
-
-
-def _foreign(path: Path, owner: int) -> str:
-    return (
-        f"{path} belongs to user {owner}, but this process is user {os.geteuid()}: run as that "
-        "user, change the owner, or use another directory."
-    )
 
 
 def _advice(error: OSError) -> str:

@@ -35,6 +35,7 @@ from kvdisk.probe.storage_checks import (
 )
 from kvdisk.probe.uring import probe_uring, read_surroundings
 from kvdisk.probe.verdict import Check
+from kvdisk.safe_directory import refusal_of
 
 
 def run_checks(directory: Path) -> list[Check]:
@@ -47,7 +48,7 @@ def run_checks(directory: Path) -> list[Check]:
         check_uring(probe_uring(), read_surroundings()),
         check_locked_memory(read_locked_memory(), TierConfig.ring_bytes),
         check_memory(memory_headroom(), TierConfig.ring_bytes),
-        check_directory(directory, answers),
+        check_directory(directory, answers, refusal_of(directory)),
         check_file_system(mount, answers),
     ]
     if answers.create_errno == 0:

@@ -15,6 +15,7 @@ from kvdisk.probe.device import Disk
 from kvdisk.probe.direct import DirectoryAnswers
 from kvdisk.probe.mount import MEMORY_FILE_SYSTEMS, NETWORK_FILE_SYSTEMS, Mount, Space
 from kvdisk.probe.verdict import BETTER_DIRECTORY, Check, errno_name, errno_text
+from kvdisk.safe_directory import Refusal
 from kvdisk.units import display_size
 
 SPACE_BYTES_LEAST: Final = 1024**2  # the smallest capacity that can be configured
@@ -28,9 +29,15 @@ _NO_COPY_ON_WRITE: Final = (
 )
 
 
-def check_directory(directory: Path, answers: DirectoryAnswers) -> Check:
+def check_directory(
+    directory: Path, answers: DirectoryAnswers, refusal: Refusal | None = None
+) -> Check:
+    """``refusal``: why an open would not use the directory, though it could."""
     values = {"path": str(directory), "create_errno": answers.create_errno}
     error = answers.create_errno
+    if error == 0 and refusal is not None:
+        found = f"opening a cache here is refused, since it {refusal.what}"
+        return Check("directory", "error", found, refusal.remedy, values)
     if error == 0:
         return Check("directory", "ok", "files can be made here", None, values)
     remedy = {

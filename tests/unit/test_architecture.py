@@ -22,7 +22,7 @@ NATIVE = ROOT / "native"
 
 # Modules and packages right below kvdisk, by what they are about.
 GROUPS = {
-    "base": {"errors", "units", "memory", "config", "layout", "layout_overlap"},
+    "base": {"errors", "units", "memory", "config", "layout", "layout_overlap", "safe_directory"},
     "probe": {"probe"},
     "files": {"direct_mode", "private_files", "reserve", "rank_header", "rank_file"},
     "slots": {"key_index", "free_slots", "slot_queue", "slot_table", "policy", "slots"},

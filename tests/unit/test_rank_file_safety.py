@@ -26,6 +26,7 @@ from rank_files import (
 from kvdisk import private_files
 from kvdisk.errors import BusyError, ConfigError, DeviceError
 from kvdisk.private_files import lock_holder
+from kvdisk.probe import run_checks
 
 
 @pytest.fixture
@@ -105,13 +106,25 @@ def test_a_namespace_that_is_a_link_or_a_file_is_refused(directory: Path) -> Non
         open_rank(directory / "below-a-file")
 
 
+def doctor_on(root: Path) -> str:
+    """What the doctor says an open would say of a root, which is "" when it would open."""
+    (check,) = [each for each in run_checks(root) if each.name == "directory"]
+    if check.status == "ok":
+        return ""
+    assert check.status == "error"
+    assert check.remedy is not None
+    return check.found.partition(", since it ")[2] + ": " + check.remedy
+
+
 def test_a_world_writable_root_needs_the_sticky_bit(directory: Path) -> None:
     directory.parent.mkdir()
     directory.parent.chmod(0o777)
-    with pytest.raises(ConfigError, match="writable for everyone"):
+    with pytest.raises(ConfigError, match="writable for everyone") as caught:
         open_rank(directory)
+    assert doctor_on(directory.parent) in str(caught.value)
     directory.parent.chmod(0o1777)
     open_rank(directory).close()
+    assert doctor_on(directory.parent) == ""
 
 
 def test_a_root_is_made_but_nothing_above_it(directory: Path) -> None:
@@ -133,8 +146,10 @@ def test_what_belongs_to_another_user_is_refused(directory: Path, foreign: str) 
     else:
         targets = {"root": directory.parent, "namespace": directory, "file": directory / NAMES[0]}
         os.chown(targets[foreign], 65534, 65534)
-    with pytest.raises(ConfigError, match="65534"):
+    with pytest.raises(ConfigError, match="65534") as caught:
         open_rank(where)
+    if foreign in ("root", "link"):
+        assert doctor_on(where.parent) in str(caught.value)
 
 
 # One user at a time (A9, A17) -------------------------------------------------------------------
