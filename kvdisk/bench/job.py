@@ -74,6 +74,7 @@ class Job:
     ring_bytes: int  # of each shard, whole layer; 0: enough for the depth
     device: str  # where the blocks lie: cpu, cuda or cuda:N
     seed: int
+    notes: tuple[str, ...] = ()  # where the job is not quite what was asked for
 
     @property
     def random(self) -> bool:
@@ -138,6 +139,7 @@ def make_job(options: Options) -> Job:
     if options.layer == "whole":
         io_bytes = -(-io_bytes // _PAGE_BYTES) * _PAGE_BYTES
     _require_block_size(geometry.block_bytes)
+    size_bytes = _size(options.size, io_bytes, options.iodepth)
     return Job(
         path=path,
         layer=options.layer,
@@ -145,7 +147,7 @@ def make_job(options: Options) -> Job:
         read_percent=_read_percent(rw, options.rwmixread),
         geometry=geometry,
         io_bytes=io_bytes,
-        size_bytes=_size(options.size, io_bytes, options.iodepth),
+        size_bytes=size_bytes,
         iodepth=options.iodepth,
         numjobs=options.numjobs,
         runtime_ns=parse_runtime(options.runtime),
@@ -157,6 +159,7 @@ def make_job(options: Options) -> Job:
         ring_bytes=_ring(options.ring, options.layer, io_bytes),
         device=device,
         seed=options.seed,
+        notes=_rounding(options.size, size_bytes, io_bytes),
     )
 
 
@@ -279,20 +282,21 @@ def _size(text: str | None, io_bytes: int, iodepth: int) -> int:
     least = io_bytes * iodepth
     if text is None:
         return max(least, _SIZE_DEFAULT // io_bytes * io_bytes)
-    size_bytes = parse_size(text, "size")
-    if size_bytes % io_bytes:
-        below = size_bytes // io_bytes * io_bytes
-        near = below or io_bytes
-        raise ConfigError(
-            f"size={text} is not a multiple of the block size {format_size(io_bytes)}: the "
-            f"nearest is {format_size(near)}."
-        )
+    size_bytes = parse_size(text, "size") // io_bytes * io_bytes  # whole blocks, as fio does
     if size_bytes < least:
         raise ConfigError(
             f"size={text} holds {size_bytes // io_bytes} blocks of {display_size(io_bytes)}, fewer "
             f"than iodepth={iodepth}: raise size to {format_size(least)} or lower iodepth."
         )
     return size_bytes
+
+
+def _rounding(text: str | None, size_bytes: int, io_bytes: int) -> tuple[str, ...]:
+    """What to say of a size that was no whole number of blocks."""
+    if text is None or parse_size(text, "size") == size_bytes:
+        return ()
+    blocks = f"{size_bytes // io_bytes} whole blocks of {display_size(io_bytes)}"
+    return (f"size={text} was rounded down to {blocks}, {display_size(size_bytes)}",)
 
 
 def _ring(text: str | None, layer: Layer, io_bytes: int) -> int:

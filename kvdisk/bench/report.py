@@ -48,6 +48,7 @@ def warnings_of(outcome: Outcome) -> list[str]:
         found.append(f"backend {outcome.facts.backend}: {outcome.facts.backend_reason}")
     if outcome.facts.backend == "uring" and not outcome.facts.buffers_registered:
         found.append("the buffers are not registered with io_uring")
+    found.extend(outcome.job.notes)
     found.extend(outcome.facts.notes)
     verdict = outcome.verdict
     if verdict is None:

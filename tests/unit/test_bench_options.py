@@ -19,7 +19,7 @@ from kvdisk.errors import ConfigError
 SMALL = ["--bs", "64k", "--size", "1m", "--iodepth", "2", "--runtime", "50ms"]
 
 MISTAKES = {
-    "size that is no multiple": (["--size", "1000001"], "not a multiple of the block size"),
+    "size of less than a block": (["--size", "1000001"], "holds 0 blocks of 2.00 MiB"),
     "size that does not parse": (["--size", "lots"], "expected a number and a unit"),
     "size with two meanings": (["--size", "1gb"], "can be read in two ways"),
     "size smaller than the queue": (["--bs", "512k", "--size", "1m"], "fewer than iodepth=32"),
@@ -182,6 +182,17 @@ def test_sizes_are_read_as_fio_reads_them() -> None:
     assert job(bs="128k", size="1g").io_bytes == 131072
     assert job(bs="128k", size="1g").size_bytes == 2**30
     assert job(bs="1m").blocks_per_job == 1024
+
+
+def test_a_size_is_rounded_down_to_whole_blocks() -> None:
+    """As by fio; else a round size does not go with a model."""
+    made = job(model="deepseek-mla", size="1g")
+    assert 0 < 2**30 - made.size_bytes < made.io_bytes
+    assert made.size_bytes % made.io_bytes == 0
+    (note,) = made.notes
+    assert "size=1g was rounded down to" in note
+    assert job(model="llama-3-8b", size="1g").notes == ()
+    assert job(model="deepseek-mla").notes == ()
 
 
 def test_directions() -> None:
