@@ -6,7 +6,8 @@ optional and imported only here.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,13 @@ from typing import Any, Final
 
 from kvdisk.bench.result import DIRECTIONS
 from kvdisk.errors import ConfigError
-from kvdisk.units import format_size
+from kvdisk.units import display_size
 
 _FORMATS: Final = (".png", ".svg")
 _P99: Final = "99.000000"
+_LOG_SPAN_MIN: Final = 10.0  # of a logarithmic axis: that some of 1, 2, 5, 10 ... are on it
+_SIZES_APART: Final = 1.35  # of neighbouring labels: closer ones would run into each other
+_LETTERS_PER_INCH: Final = 10
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
@@ -41,14 +45,27 @@ def require_drawable(file: Path) -> None:
     """Raises ConfigError when matplotlib or the kind of file is not to be had."""
     if file.suffix.lower() not in _FORMATS:
         raise ConfigError(f"{file}: the name must end in {' or '.join(_FORMATS)}.")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("drawing needs matplotlib: pip install 'kvdisk[plot]'.")
+    try:
+        importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise ConfigError(
+            f"drawing needs matplotlib: pip install 'kvdisk[plot]' ({error})."
+        ) from None
 
 
-def draw(documents: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Write ``file`` (PNG or SVG). Raises ConfigError for documents that are no bench results."""
+def draw(
+    documents: Sequence[Mapping[str, Any]], file: Path, names: Sequence[str] = ("this",)
+) -> None:
+    """Write ``file`` (PNG or SVG). Raises ConfigError for documents that are no bench results.
+
+    ``names`` say in errors where each document is from.
+    """
     require_drawable(file)
-    points = [point for document in documents for point in _points(document)]
+    points = [
+        point
+        for name, document in zip(names, documents, strict=True)
+        for point in _points(name, document)
+    ]
     if not points:
         raise ConfigError("nothing to draw: the results hold no bytes moved.")
     import matplotlib
@@ -57,7 +74,8 @@ def draw(documents: Sequence[Mapping[str, Any]], file: Path) -> None:
     from matplotlib.figure import Figure
 
     columns = sorted({(point.direction, point.layer) for point in points})
-    figure = Figure(figsize=(4.2 * len(columns) + 1.2, 7.2), layout="constrained")
+    width = 4.2 * len(columns) + 2.2
+    figure = Figure(figsize=(width, 7.6), dpi=120, layout="constrained")
     axes = figure.subplots(2, len(columns), squeeze=False, sharex=True, sharey="row")
     depths = sorted({point.depth for point in points})
     for column, (direction, layer) in enumerate(columns):
@@ -69,15 +87,62 @@ def draw(documents: Sequence[Mapping[str, Any]], file: Path) -> None:
     sizes = sorted({point.block_bytes for point in points})
     for axis in axes[1]:
         axis.set_xlabel("block size")
-        axis.set_xticks(sizes, [format_size(size) for size in sizes])
-        axis.minorticks_off()
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False)
-    figure.suptitle(_title(documents), fontsize="small")
+        label_sizes(axis, _apart(sizes))
+        axis.margins(x=0.12)
+    fastest = max(max(point.bandwidth, point.fio_bandwidth or 0) for point in points)
+    axes[0][0].set_ylim(0, 1.08 * fastest / 1e6)
+    label_log_axis(axes[1][0])
+    entries = {
+        label: handle
+        for axis in axes[0]
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(entries.values(), entries, loc="outside right center", frameon=False)
+    figure.suptitle(textwrap.fill(_title(documents), int(width * _LETTERS_PER_INCH)))
+    save(figure, file)
+
+
+def save(figure: Any, file: Path) -> None:
+    """Raises ConfigError where the file cannot be written."""
     try:
-        figure.savefig(file, dpi=120)
+        figure.savefig(file)
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}.") from error
+        raise ConfigError(f"{file}: {error.strerror or error}.") from error
+
+
+def label_sizes(axis: Any, sizes: Sequence[int]) -> None:
+    """Ticks of the x axis at these bytes, and no others."""
+    axis.set_xticks(sizes, [_size_label(size) for size in sizes])
+    axis.minorticks_off()
+
+
+def label_log_axis(axis: Any) -> None:
+    """Make the y axis logarithmic, with plain numbers at some of 1, 2, 5, 10 and so on."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    if high < _LOG_SPAN_MIN * low:
+        middle = (low * high) ** 0.5
+        axis.set_ylim(middle / _LOG_SPAN_MIN**0.5, middle * _LOG_SPAN_MIN**0.5)
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _size_label(size_bytes: int) -> str:
+    """Short, for a tick: "512 KiB", "4.29 MiB"."""
+    number, unit = display_size(size_bytes).split(" ")
+    return f"{float(number):g} {unit}"
+
+
+def _apart(sizes: Sequence[int]) -> list[int]:
+    """Those of ``sizes`` (sorted) that have room for a label on a logarithmic axis."""
+    kept: list[int] = []
+    for size in sizes:
+        if not kept or size >= _SIZES_APART * kept[-1]:
+            kept.append(size)
+    return kept
 
 
 def _draw_column(above: Any, below: Any, points: Sequence[_Point], depths: Sequence[int]) -> None:
@@ -87,7 +152,13 @@ def _draw_column(above: Any, below: Any, points: Sequence[_Point], depths: Seque
     for depth, line in by_depth.items():
         colour = COLOURS[depths.index(depth) % len(COLOURS)]
         ours = {"color": colour, "marker": "o", "label": f"kvdisk, depth {depth}"}
-        fio = {"color": colour, "marker": "x", "linestyle": "--", "label": f"fio, depth {depth}"}
+        fio: dict[str, Any] = {
+            "color": colour,
+            "marker": "x",
+            "linestyle": "--",
+            "label": f"fio, depth {depth}",
+        }
+        fio |= {"markersize": 9, "markeredgewidth": 2}  # seen on a dot of ours, too
         sizes = [point.block_bytes for point in line]
         above.plot(sizes, [point.bandwidth / 1e6 for point in line], **ours)
         below.plot(sizes, [point.p99_ns / 1e6 for point in line], **ours)
@@ -99,11 +170,10 @@ def _draw_column(above: Any, below: Any, points: Sequence[_Point], depths: Seque
     for axis in (above, below):
         axis.set_xscale("log", base=2)
         axis.grid(alpha=0.3)
-    above.set_ylim(bottom=0)
     below.set_yscale("log")
 
 
-def _points(document: Mapping[str, Any]) -> list[_Point]:
+def _points(name: str, document: Mapping[str, Any]) -> list[_Point]:
     try:
         job, layer = document["jobs"][0], document["kvdisk"]["layer"]
         options = job["job options"]
@@ -128,7 +198,9 @@ def _points(document: Mapping[str, Any]) -> list[_Point]:
             )
         return found
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise ConfigError(f"not a result of kvdisk bench: {error!r} is missing or odd.") from error
+        raise ConfigError(
+            f"{name}: not a result of kvdisk bench: {error} is missing or odd."
+        ) from error
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -33,15 +33,16 @@ def plot(results: tuple[Path, ...], output: Path) -> None:
     require_drawable(output)
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"{output}: its directory does not exist.")
-    documents = [document for name in results for document in _read(name)]
-    if not any("replay" in document for document in documents):
-        draw(documents, output)
+    documents = [(name, document) for name in results for document in _read(name)]
+    replays = [name for name, document in documents if "replay" in document]
+    if not replays:
+        draw([document for _, document in documents], output, [str(name) for name, _ in documents])
         return
     if len(documents) > 1:
-        raise ConfigError("a replay is drawn by itself: name one result.")
+        raise ConfigError(f"{replays[0]}: a replay is drawn by itself: name one result.")
     from kvdisk.replay.plot import draw as draw_replay
 
-    draw_replay(documents[0], output)
+    draw_replay(documents[0][1], output, str(replays[0]))
 
 
 def _read(name: Path) -> list[dict[str, Any]]:

@@ -40,9 +40,11 @@ def require_writable(
     for option, name in named:
         if name is None or (name == "-" and option == "json"):
             continue
-        parent = Path(name).absolute().parent
-        if not parent.is_dir() or Path(name).is_dir():
+        file = Path(name).absolute()
+        if not file.parent.is_dir() or file.is_dir():
             raise ConfigError(f"{option}={name}: not a file in an existing directory.")
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise ConfigError(f"{option}={name}: this user may not write it.")
     if plot_file is not None:
         from kvdisk.bench.plot import require_drawable
 

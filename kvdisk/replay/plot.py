@@ -9,21 +9,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvdisk.bench.plot import COLOURS, require_drawable
+from kvdisk.bench.plot import COLOURS, label_log_axis, label_sizes, require_drawable, save
 from kvdisk.errors import ConfigError
-from kvdisk.units import display_size, format_size
+from kvdisk.units import display_size
 
 
-def draw(document: Mapping[str, Any], file: Path) -> None:
-    """Write ``file`` (PNG or SVG). Raises ConfigError when that cannot be."""
+def draw(document: Mapping[str, Any], file: Path, name: str = "this") -> None:
+    """Write ``file`` (PNG or SVG). Raises ConfigError, which names the document, if not."""
     require_drawable(file)
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    figure = Figure(figsize=(11, 5.4), layout="constrained")
+    figure = Figure(figsize=(11, 5.8), dpi=120, layout="constrained")
     hits, ttft = figure.subplots(1, 2, sharex=True)
     try:
         policies = list(dict.fromkeys(run["policy"] for run in document["runs"]))
@@ -38,26 +37,22 @@ def draw(document: Mapping[str, Any], file: Path) -> None:
         working_set = document["replay"]["working_set_bytes"]
         title = _title(document)
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"not a result of kvdisk replay: {error!r} is missing or odd.") from error
+        raise ConfigError(
+            f"{name}: not a result of kvdisk replay: {error} is missing or odd."
+        ) from error
     hits.set_ylabel("hits, % of all blocks asked for")
     hits.set_ylim(bottom=0)
     ttft.set_ylabel("modelled time to first token, s")
-    ttft.set_yscale("log")
-    ttft.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    ttft.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    ttft.yaxis.set_minor_formatter(NullFormatter())
+    label_log_axis(ttft)
     for axis in (hits, ttft):
         axis.set_xscale("log", base=2)
         axis.set_xlabel("capacity of the tier")
-        _label_sizes(axis, document)
+        label_sizes(axis, _powers_of_two(document))
         axis.axvline(working_set, color="0.7", linestyle=":", label="all different blocks")
         axis.grid(alpha=0.3)
         axis.legend(fontsize="small", framealpha=0.9)
-    figure.suptitle(title, fontsize="small")
-    try:
-        figure.savefig(file, dpi=120)
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}.") from error
+    figure.suptitle(title)
+    save(figure, file)
 
 
 def _draw_hits(axis: Any, document: Mapping[str, Any], policy: str, colour: str) -> None:
@@ -99,15 +94,13 @@ def _draw_ttft(axis: Any, document: Mapping[str, Any], policy: str, colour: str)
         )
 
 
-def _label_sizes(axis: Any, document: Mapping[str, Any]) -> None:
-    """Powers of two within what is drawn, six at most."""
+def _powers_of_two(document: Mapping[str, Any]) -> list[int]:
+    """Those within what is drawn, eight at most."""
     sizes = [run["capacity_bytes"] for run in document["runs"]]
     sizes += [each["capacity_bytes"] for curve in document["curves"] for each in curve["points"]]
     low, high = min(sizes).bit_length() - 1, max(sizes).bit_length()
-    step = max(1, -(-(high - low) // 6))
-    ticks = [1 << power for power in range(low, high + 1, step)]
-    axis.set_xticks(ticks, [format_size(tick) for tick in ticks])
-    axis.minorticks_off()
+    step = max(1, -(-(high - low) // 7))
+    return [1 << power for power in range(low, high + 1, step)]
 
 
 def _title(document: Mapping[str, Any]) -> str:
