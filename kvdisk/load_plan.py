@@ -11,12 +11,14 @@ and bytes. A serving engine's adapter tells it what happens, request by request,
 
 What always holds:
     * A request is put off at most once, and no other one at the same time.
-    * A disk whose rate is not known is asked for little, until it has shown what it can do.
+    * A disk whose rate is not known is asked for little, until it has shown what it can do. A rate
+      is believed for a minute; then it counts for less and less, until it is measured again.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
@@ -24,12 +26,14 @@ from typing import Final
 from kvdisk.config import PartialLoads
 from kvdisk.rate_meter import RateMeter
 
-_KNOWN_FOR_S: Final = 10.0  # without new evidence a rate is a guess again
+_BELIEVED_S: Final = 60.0  # a rate, without new evidence; then it halves in every such time
+_HALVINGS_MAX: Final = 10
 _PROBE_S: Final = 0.05  # what finding a rate out may cost, by the last one known
 _FIRST_GUESS_BYTES_S: Final = 1e9
 _WORTH_IT: Final = 0.05  # of the time: "auto" leaves a hit whole for less than this
 _FULL_STEP: Final = 0.5  # of the largest step: smaller ones say little about the GPU's rate
 _FORGETTING: Final = 0.99  # of the largest step, at each one
+_STEPS_AHEAD: Final = 8  # more are never given to a GPU before the output of the first
 
 
 class PrefillMeter:
@@ -40,6 +44,7 @@ class PrefillMeter:
 
     def __init__(self) -> None:
         self._meter = RateMeter()
+        self._under_way: deque[int] = deque(maxlen=_STEPS_AHEAD)  # tokens of each step
         self._largest = 0.0
         self._tokens = 0  # given to the GPU since ``_began_s``
         self._began_s = 0.0
@@ -49,6 +54,11 @@ class PrefillMeter:
     def rate(self) -> float | None:
         """None: nothing was measured yet."""
         return self._meter.rate
+
+    @property
+    def tokens_under_way(self) -> int:
+        """Of the steps whose output is not here yet."""
+        return sum(self._under_way)
 
     def began(self, tokens: int, now_s: float) -> None:
         """A step of so many tokens of prompts, after all before it."""
@@ -60,10 +70,13 @@ class PrefillMeter:
         if not self._tokens:
             self._began_s = now_s
         self._tokens += tokens
+        self._under_way.append(tokens)
 
     def ended(self, now_s: float) -> None:
         """The output of a step, of this one or the one before."""
         self._ended_s = now_s
+        if self._under_way:
+            self._under_way.popleft()
 
 
 @dataclass
@@ -72,6 +85,7 @@ class _Request:
 
     to_compute: float
     to_load: float = 0.0
+    promised: float = 0.0  # of ``to_load``: not yet begun
     missing: float = 0.0  # on the GPU, when it was asked for last
     asked: bool = False  # the engine has asked for it or begun with it: it is no longer behind
     put_off: bool = False
@@ -123,20 +137,26 @@ class LoadPlanner:
         """So many tokens of a request are being loaded: they need not be computed."""
         request = self._requests.get(request_id)
         if request is not None:
-            left = max(0.0, request.to_compute - tokens)
-            self._set(request_id, request.to_load + tokens, left)
+            kept = min(request.promised, tokens)
+            more = tokens - kept
+            request.promised -= kept
+            left = max(0.0, request.to_compute - more)
+            self._set(request_id, request.to_load + more, left)
 
     def settled(self, request_id: str, found_tokens: int) -> None:
         """The engine goes on with a request, of which so many tokens need not be computed."""
         request = self._requests.get(request_id)
         if request is not None:
-            self._set(request_id, request.to_load, max(0.0, request.missing - found_tokens))
+            request.missing = max(0.0, request.missing - found_tokens)
+            self._set(request_id, request.to_load - request.promised, request.missing)
+            request.promised = 0.0
 
     def load_ended(self, request_id: str) -> None:
-        """All loads of a request have ended."""
+        """All loads of a request have ended; what was promised to it and never begun is computed."""
         request = self._requests.get(request_id)
         if request is not None:
-            self._set(request_id, 0, request.to_compute)
+            self._set(request_id, 0, request.to_compute + request.promised)
+            request.promised = 0.0
 
     def step_began(self, tokens: Mapping[str, int], now_s: float) -> None:
         """The GPU's next step computes so many tokens of each of these requests."""
@@ -170,7 +190,7 @@ class LoadPlanner:
 
         It costs nothing then, and the answer follows from what will be known.
         """
-        rate, prefill = self._known_load_rate(now_s), self._steps.rate
+        rate, prefill = self._believed_rate(now_s), self._steps.rate
         if self._mode == "off" or rate is None or not prefill:
             return False
         work = self._work_of_others(request_id)
@@ -189,11 +209,13 @@ class LoadPlanner:
         if request is None or self._mode == "off":
             return hit_tokens
         request.missing = float(hit_tokens + rest_tokens)
+        request.promised = 0.0
         if self._put_off == request_id:
             self._put_off = None  # it is first: the GPU begins with it
             return 0
-        wanted = self._best_split(self._work_of_others(request_id), hit_tokens, now_s)
-        self._set(request_id, 0, request.missing)
+        wanted = self._wanted(self._work_of_others(request_id), hit_tokens, now_s)
+        self._set(request_id, wanted, request.missing - wanted)
+        request.promised = float(wanted)
         may_wait = self._put_off is None and not request.put_off and self._not_asked > 0
         if wanted == 0 and hit_tokens > 0 and may_wait:
             self._put_off, request.put_off = request_id, True
@@ -202,20 +224,23 @@ class LoadPlanner:
 
     # --- steps of the above
 
-    def _best_split(self, before: _Work, hit_tokens: int, now_s: float) -> int:
-        queued_bytes = before.to_load * self._token_bytes
-        rate = self._known_load_rate(now_s)
-        if rate is None:
-            guess = self._load_rate or _FIRST_GUESS_BYTES_S
-            room_bytes = guess * _PROBE_S - queued_bytes
-            return min(hit_tokens, math.ceil(max(0.0, room_bytes) / self._token_bytes))
+    def _wanted(self, before: _Work, hit_tokens: int, now_s: float) -> int:
+        rate = self._believed_rate(now_s)
+        wanted = 0 if rate is None else self._best_split(before, hit_tokens, rate)
+        if now_s - self._load_rate_at_s > _BELIEVED_S:
+            probe_bytes = _PROBE_S * (self._load_rate or _FIRST_GUESS_BYTES_S)
+            room = max(0.0, probe_bytes / self._token_bytes - before.to_load)
+            wanted = max(wanted, min(hit_tokens, math.ceil(room)))
+        return wanted
+
+    def _best_split(self, before: _Work, hit_tokens: int, rate: float) -> int:
         tokens_per_s = rate / self._token_bytes
-        disk_s = queued_bytes / rate
+        disk_s = before.to_load / tokens_per_s
         most = min(hit_tokens, int(max(0.0, self._queue_limit_s - disk_s) * tokens_per_s))
         prefill = self._steps.rate
         if not prefill:
             return most
-        gpu_s = before.to_compute / prefill
+        gpu_s = (self._steps.tokens_under_way + before.to_compute) / prefill
 
         def ends_s(load_tokens: float) -> float:
             loaded_s = disk_s + load_tokens / tokens_per_s if load_tokens else 0.0
@@ -227,9 +252,11 @@ class LoadPlanner:
             return most
         return best
 
-    def _known_load_rate(self, now_s: float) -> float | None:
-        fresh = now_s - self._load_rate_at_s <= _KNOWN_FOR_S
-        return self._load_rate if fresh else None
+    def _believed_rate(self, now_s: float) -> float | None:
+        halvings = max(0.0, (now_s - self._load_rate_at_s) / _BELIEVED_S - 1)
+        if self._load_rate is None or halvings > _HALVINGS_MAX:
+            return None
+        return float(self._load_rate * 0.5**halvings)
 
     def _work_of_others(self, request_id: str) -> _Work:
         others = replace(self._work)

@@ -19,7 +19,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -102,6 +102,18 @@ class Events:
     source_free: list[int]
     finished: list[TransferResult]
     released_slots: list[int]
+
+
+class LoadProgress(NamedTuple):
+    """What the disk has made of an engine's loads.
+
+    ``busy_ns`` is how long anything was being read for them; while ``reading``, that includes time
+    for which no bytes have come yet.
+    """
+
+    bytes: int = 0
+    busy_ns: int = 0
+    reading: bool = False
 
 
 @dataclass(frozen=True)
@@ -379,10 +391,10 @@ class TransferEngine:
         stats: dict[str, Any] = self._native.stats()
         return stats
 
-    def load_progress(self) -> tuple[int, int]:
-        """Bytes read for loads so far, and the nanoseconds that took. Never waits."""
-        bytes_loaded, busy_ns = self._native.load_progress()
-        return int(bytes_loaded), int(busy_ns)
+    def load_progress(self) -> LoadProgress:
+        """What the disk has made of loads so far. Never waits."""
+        bytes_loaded, busy_ns, reading = self._native.load_progress()
+        return LoadProgress(int(bytes_loaded), int(busy_ns), bool(reading))
 
     def reset_stats(self) -> None:
         """Set the counters and histograms to zero."""

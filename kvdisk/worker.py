@@ -40,6 +40,7 @@ from kvdisk.transfer import (
     FAILURES,
     Direction,
     Events,
+    LoadProgress,
     RestoredRecords,
     RowStatus,
     TransferEngine,
@@ -49,7 +50,7 @@ from kvdisk.transfer import (
 _PAGE_BYTES: Final = 4096
 _LEARNS_LATER: Final = "and learns of it when it is opened beside the others: never use it alone"
 _NS_PER_S: Final = 1_000_000_000
-_PROGRESS_NS: Final = 250_000_000  # of loads under way, between two reports of their progress
+_PROGRESS_NS: Final = 250_000_000  # of reading, between two reports of its progress
 
 Number = TypeVar("Number", bound=np.generic)
 
@@ -108,7 +109,7 @@ class TierWorker:
         self._clears: dict[int, int] = {}  # paths on which they are not yet durable
         self._report = RankReport(rank)
         self._states: tuple[PathState, ...] | None = None
-        self._progress: dict[int, tuple[int, int]] = {}  # of each path's loads
+        self._progress: dict[int, LoadProgress] = {}  # of each path's loads
         self._abandoned = 0
         self._closed = False
         self._selector = select.epoll()
@@ -397,19 +398,19 @@ class TierWorker:
     def _load_progress(self) -> tuple[int, float] | None:
         """Since the last one given: the bytes of all paths, and the time of the one busy longest.
 
-        Given when the loads under way have ended, or have taken a while: before, what is on its way
-        has taken time and brought no bytes, so that the disk would look slow. A path whose engine
-        was replaced begins anew; what it did since is left out.
+        Given when nothing is being read, or has been for a while: before, what is on its way has
+        taken time and brought no bytes, so that the disk would look slow. A path whose engine was
+        replaced begins anew; what it did since is left out.
         """
         moved, busy_ns = 0, 0
         now = {index: path.engine.load_progress() for index, path in self._paths.items()}
         for index, progress in now.items():
-            before = self._progress.get(index, (0, 0))
-            if progress > before:
-                moved += progress[0] - before[0]
-                busy_ns = max(busy_ns, progress[1] - before[1])
-        loading = any(each.transfer.direction is Direction.LOAD for each in self._open.values())
-        if busy_ns == 0 or (loading and busy_ns < _PROGRESS_NS):
+            before = self._progress.get(index, LoadProgress())
+            if progress.busy_ns > before.busy_ns:
+                moved += progress.bytes - before.bytes
+                busy_ns = max(busy_ns, progress.busy_ns - before.busy_ns)
+        reading = any(progress.reading for progress in now.values())
+        if busy_ns == 0 or (reading and busy_ns < _PROGRESS_NS):
             return None
         self._progress = now
         return moved, busy_ns / _NS_PER_S

@@ -282,7 +282,7 @@ NB_MODULE(_native, module) {
         .def("load_progress",
              [](const Engine& engine) {
                  const kvdisk::LoadProgress progress = engine.load_progress();
-                 return nb::make_tuple(progress.bytes, progress.busy_ns);
+                 return nb::make_tuple(progress.bytes, progress.busy_ns, progress.reading);
              })
         .def("stats",
              [](Engine& engine) {

@@ -233,6 +233,7 @@ LoadProgress Engine::load_progress() const noexcept {
         const LoadProgress progress = shard->load_progress();
         total.bytes += progress.bytes;
         total.busy_ns = std::max(total.busy_ns, progress.busy_ns);
+        total.reading |= progress.reading;
     }
     return total;
 }

@@ -86,10 +86,12 @@ struct PipelineStats {
 
 // What the disk has made of loads since construction: the bytes that it read for them, and for how
 // long any such I/O was in flight. Their ratio is what loads get from it, beside whatever else goes
-// on there; what they wait for besides the disk does not count.
+// on there; what they wait for besides the disk does not count. While `reading`, such I/O has taken
+// time that its bytes do not stand for yet.
 struct LoadProgress {
     std::uint64_t bytes = 0;
     std::uint64_t busy_ns = 0;
+    bool reading = false;
 };
 
 class Pipeline {
@@ -134,7 +136,7 @@ class Pipeline {
     std::uint64_t store_rows_begun() const noexcept { return store_rows_begun_; }
 
     // As of the last step.
-    const LoadProgress& load_progress() const noexcept { return load_progress_; }
+    LoadProgress load_progress() const noexcept;
 
     // Ends what is overdue. Between steps, or while the backend's `submit` has not returned.
     void end_overdue() { expire_due(clock_.now_ns()); }

@@ -186,6 +186,12 @@ void Pipeline::count_load_time(std::int64_t now) noexcept {
     load_progress_at_ns_ = std::max(load_progress_at_ns_, now);
 }
 
+LoadProgress Pipeline::load_progress() const noexcept {
+    LoadProgress progress = load_progress_;
+    progress.reading = ios_in_flight_[static_cast<std::size_t>(Direction::load)] > 0;
+    return progress;
+}
+
 void Pipeline::count_row(const Transfer& transfer, RowResult result, std::int64_t now) {
     const bool load = transfer.direction == Direction::load;
     switch (result.status) {

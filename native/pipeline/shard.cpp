@@ -303,8 +303,10 @@ void Shard::obey(const Command& command) {
 // Tells the callers what the last step has brought about.
 void Shard::publish() {
     rows_begun_ = pipeline_->store_rows_begun();
-    load_bytes_ = pipeline_->load_progress().bytes;
-    load_busy_ns_ = pipeline_->load_progress().busy_ns;
+    const LoadProgress progress = pipeline_->load_progress();
+    load_bytes_ = progress.bytes;
+    load_busy_ns_ = progress.busy_ns;
+    reading_ = progress.reading;
     Transfer* source_free = pipeline_->take_source_free();
     Transfer* finished = pipeline_->take_finished();
     std::vector<std::uint64_t>& released = pipeline_->released_slots();

@@ -48,7 +48,7 @@ class Shard : public std::enable_shared_from_this<Shard> {
     }
 
     // Up to date within a step of the thread.
-    LoadProgress load_progress() const noexcept { return {load_bytes_, load_busy_ns_}; }
+    LoadProgress load_progress() const noexcept { return {load_bytes_, load_busy_ns_, reading_}; }
 
     // Figures in two calls, so that several shards can be asked at once. `add_stats` is false when
     // the thread did not answer in time; then the last known ones were added.
@@ -112,6 +112,7 @@ class Shard : public std::enable_shared_from_this<Shard> {
     std::atomic<std::uint64_t> rows_begun_ = 0;
     std::atomic<std::uint64_t> load_bytes_ = 0;
     std::atomic<std::uint64_t> load_busy_ns_ = 0;
+    std::atomic<bool> reading_ = false;
 
     std::mutex stats_mutex_;
     std::condition_variable stats_ready_;

@@ -57,12 +57,13 @@ def test_the_rate_of_loads_is_measured_and_idle_time_is_not(tmp_path: Path) -> N
 def test_load_progress_counts_bytes_and_busy_time(tmp_path: Path) -> None:
     with rig(tmp_path / "kv", slots=32, slot_bytes=64 * KIB) as disk:
         assert disk.store(range(32)) == ok(32)
-        assert disk.engine.load_progress() == (0, 0)
+        assert disk.engine.load_progress() == (0, 0, False)
         began = time.monotonic_ns()
         assert disk.load(range(32)) == ok(32)
-        moved, busy_ns = disk.engine.load_progress()
+        moved, busy_ns, reading = disk.engine.load_progress()
+        assert not reading
         assert moved == 32 * 64 * KIB
         assert 0 < busy_ns <= time.monotonic_ns() - began
         disk.engine.reset_stats()
         assert disk.store(range(8), generation=1) == ok(8)
-        assert disk.engine.load_progress() == (moved, busy_ns)
+        assert disk.engine.load_progress() == (moved, busy_ns, False)

@@ -8,6 +8,7 @@ import pytest
 
 from kvdisk.load_plan import LoadPlanner, PrefillMeter
 from kvdisk.rate_meter import RateMeter
+from tests.unit.overlapping_server import OverlappingServer
 
 TOKENS = 8192  # of a prompt, all of them on disk
 STEP_TOKENS = 8192
@@ -114,16 +115,88 @@ def test_many_prompts_use_disk_and_gpu_together(disk: float, slack: float) -> No
     assert seconds <= slack * count * TOKENS / (GPU + disk * GPU)
 
 
+def _overlapping(disk: float) -> OverlappingServer:
+    """Has computed and loaded, some seconds ago."""
+    planner = LoadPlanner("auto", token_bytes=TOKEN_BYTES, queue_limit_s=5.0)
+    server = OverlappingServer(planner, disk=disk * GPU, gpu=GPU)
+    for hit in (0, TOKENS, TOKENS):
+        server.serve(16, hit=hit)
+        server.now += 20
+    return server
+
+
+@pytest.mark.parametrize(("disk", "slack"), [(0.4, 1.2), (0.8, 1.3), (2.0, 1.6)])
+@pytest.mark.parametrize("count", [8, 16, 32])
+def test_disk_and_gpu_work_together_where_steps_overlap(
+    disk: float, slack: float, count: int
+) -> None:
+    server = _overlapping(disk)
+    computed = 1 / (1 + disk)
+    assert server.serve(count) <= slack * computed * count * TOKENS / GPU + 0.02
+
+
+@pytest.mark.parametrize("disk", [0.001, 0.05, 0.4, 2.0])
+@pytest.mark.parametrize("count", [1, 2, 4, 16])
+def test_never_slower_than_computing_where_steps_overlap(disk: float, count: int) -> None:
+    assert _overlapping(disk).serve(count) <= 1.05 * count * (TOKENS + 32) / GPU + 0.03
+
+
+def test_a_rate_is_believed_for_a_while_and_counts_for_less_and_less_then() -> None:
+    """Until something is measured again: what hangs or has become slow must not be waited for."""
+    planner = LoadPlanner("auto", token_bytes=1.0, queue_limit_s=1.0)
+    planner.measured_loads(10_000.0, 0.0)
+    planner.step_began({"done": 1000}, 0.0)
+    planner.step_ended(0.1)
+    planner.step_began({}, 0.1)
+    planner.step_ended(0.1)
+    planner.arrived("before", 10_000)
+    planner.tokens_to_load("before", 0, 10_000, 0.1)
+
+    def asked(now_s: float) -> int | None:
+        planner.arrived("this", 20_000)
+        return planner.tokens_to_load("this", 20_000, 0, now_s)
+
+    assert asked(1.0) == asked(59.0) == 10_000  # in the second that "before" takes to compute
+    assert asked(120.0) == pytest.approx(5000, abs=1)
+    assert asked(180.0) == pytest.approx(2500, abs=1)
+    assert asked(1e9) == 500  # what finding out may cost
+
+
+def test_what_was_promised_counts_before_its_load_begins() -> None:
+    """Below a RAM tier loads begin when all requests of a step have been asked for."""
+    planner = LoadPlanner("on", token_bytes=1.0, queue_limit_s=1.0)
+    planner.measured_loads(1000.0, 0.0)
+    for name in "abc":
+        planner.arrived(name, 800)
+    asked = [planner.tokens_to_load(name, 800, 0, 0.0) for name in "abc"]
+    assert sum(wanted or 0 for wanted in asked) == pytest.approx(1000, abs=1)
+
+
+def test_what_was_promised_and_not_there_is_computed() -> None:
+    planner = LoadPlanner("on", token_bytes=1.0, queue_limit_s=1.0)
+    planner.measured_loads(1000.0, 0.0)
+    for name in "abcd":
+        planner.arrived(name, 800)
+    assert planner.tokens_to_load("a", 800, 0, 0.0) == 800
+    planner.load_began("a", 100)
+    planner.settled("a", 100)
+    assert planner.tokens_to_load("b", 800, 0, 0.0) == 800
+    planner.load_ended("b")
+    assert planner.tokens_to_load("c", 800, 0, 0.0) == 800
+    planner.settled("c", 0)
+    assert planner.tokens_to_load("d", 800, 0, 0.0) == 800
+
+
 def test_a_slow_disk_is_asked_for_next_to_nothing_and_again_when_it_is_fast() -> None:
     server = _warm("auto", 0.001 * GPU)
     server.loaded = 0
     server.serve(64)
     assert server.loaded < 0.01 * 64 * TOKENS
     server.disk = 10 * GPU
-    server.now += 60
+    server.now += 61
     for _ in range(4):
         server.serve(8)
-        server.now += 60
+        server.now += 61
     assert server.serve(64) < 0.5 * 64 * TOKENS / GPU
 
 

@@ -87,6 +87,20 @@ class KVDiskConnectorWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         self._failed_requests: set[str] = set()
         self._failed_blocks: set[int] = set()
 
+    def begin_loads(self, metadata: KVDiskMetadata) -> None:
+        """Those that the step does not wait for, before the GPU is given the step.
+
+        A load's blocks may be in use until the steps before have ended; behind this one's, as vLLM
+        has it, a load would take a step longer.
+        """
+        early = {
+            job_id: job
+            for job_id, job in metadata.load_jobs.items()
+            if not getattr(job, "sync", False)  # since vLLM 0.33
+        }
+        metadata.load_jobs = {k: v for k, v in metadata.load_jobs.items() if k not in early}
+        self.start_kv_transfers(OffloadingConnectorMetadata(early, {}, set()))
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         requests = dict(self._load_jobs)
         sending, receiving = super().get_finished(finished_req_ids)
@@ -203,6 +217,7 @@ class KVDiskConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self.load_began(request.request_id, num_external_tokens)
+        self.settled(request.request_id, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)
@@ -210,11 +225,12 @@ class KVDiskConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
             meta.load_jobs, meta.store_jobs, meta.jobs_to_flush, self.manager.take_clears()
         )
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
         assert self.connector_worker is not None
-        assert isinstance(self._connector_metadata, KVDiskMetadata)
-        self.connector_worker.worker.clear(self._connector_metadata.clears)
-        super().start_load_kv(forward_context, **kwargs)
+        assert isinstance(connector_metadata, KVDiskMetadata)
+        self.connector_worker.worker.clear(connector_metadata.clears)
+        self.connector_worker.begin_loads(connector_metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self.connector_worker is not None

@@ -56,6 +56,9 @@ class PartialLoads:
     def load_ended(self, request_id: str) -> None:
         self.ask_planner(lambda it: it.load_ended(request_id), None)
 
+    def settled(self, request_id: str, found_tokens: int) -> None:
+        self.ask_planner(lambda it: it.settled(request_id, found_tokens), None)
+
     # --- what happens, as vLLM says it
 
     def on_new_request(self, request: Any) -> None:

@@ -107,7 +107,7 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if self._tier is not None:
             self._tier.forget_allowance(request.request_id)  # preempted, it is asked for anew
-        self.ask_planner(lambda it: it.settled(request.request_id, num_external_tokens), None)
+        self.settled(request.request_id, num_external_tokens)
 
 
 class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]

@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 import kvdisk.serving.vllm
 from kvdisk import ConfigError
 from kvdisk.messages import RankReport, RankResult, Transfer
+from kvdisk.serving.vllm.connector import KVDiskConnectorWorker, KVDiskMetadata
 from kvdisk.serving.vllm.identity import chosen_backends, known_weights
 from kvdisk.serving.vllm.manager import KVDiskLoadStoreSpec, KVDiskManager
 from kvdisk.serving.vllm.secondary_tier import KVDiskTier
@@ -306,3 +307,25 @@ def test_loads_within_a_step_are_refused_at_start() -> None:
     )
     with pytest.raises(ConfigError, match="sync_load_budget_bytes"):
         KVDiskSpec(config, None)
+
+
+def test_loads_begin_before_the_gpu_is_given_the_step_but_for_those_it_waits_for() -> None:
+    submitted: list[int] = []
+
+    def submit_load(job_id: int, source: Any, target: Any) -> bool:
+        submitted.append(job_id)
+        return True
+
+    made = KVDiskConnectorWorker.__new__(KVDiskConnectorWorker)
+    made.worker = SimpleNamespace(submit_load=submit_load)  # type: ignore[assignment]
+    made._load_jobs = {}
+    made._unsubmitted_store_jobs = []
+    target = GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
+    jobs: dict[int, Any] = {
+        number: SimpleNamespace(req_id=str(number), src_spec=None, dst_spec=target, sync=sync)
+        for number, sync in ((1, False), (2, True))
+    }
+    metadata = KVDiskMetadata(jobs, {}, set())
+    made.begin_loads(metadata)
+    assert submitted == [1]
+    assert list(metadata.load_jobs) == [2]

@@ -1,0 +1,126 @@
+"""A model of a serving engine that schedules a step while the one before it runs.
+
+As vLLM's does by default: a step is given to the GPU before the output of the last one is there, so
+that what a step has found out is known two steps later. Loads begin with the step that asked for
+them, may write once the steps before it have ended, and are seen when a later step is launched.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvdisk.load_plan import LoadPlanner
+
+TOKENS = 8192  # of a prompt, as far as the cache of the disk goes
+QUESTION = 32  # more, which are computed in any case
+STEP_TOKENS = 8192
+CACHE_PROMPTS = 8
+LAUNCH_S = 0.02
+TOKEN_BYTES = 131072.0
+
+
+@dataclass
+class _Prompt:
+    name: str
+    hit: int
+    left: int = TOKENS + QUESTION
+    state: str = "waiting"  # asked, loading, running
+    wanted: int = 0
+    seen_s: float = 0.0  # when its load is there for the engine to see
+
+
+@dataclass
+class _Step:
+    output_s: float
+    tokens: int
+    loaded: list[_Prompt] = field(default_factory=list)
+    disk_read: bool = False  # since the engine has begun
+
+
+class OverlappingServer:
+    """``disk`` and ``gpu`` in tokens a second. The clock goes on between calls of ``serve``."""
+
+    def __init__(self, planner: LoadPlanner, *, disk: float, gpu: float) -> None:
+        self.planner = planner
+        self.disk = disk
+        self.gpu = gpu
+        self.now = 0.0
+        self.loaded = 0
+        self._gpu_free = 0.0
+        self._disk_free = 0.0
+        self._read_at: float | None = None
+
+    def serve(self, count: int, *, hit: int = TOKENS) -> float:
+        """Seconds until all of ``count`` prompts, which come at once, are computed."""
+        began, waiting = self.now, [_Prompt(f"{self.now}-{n}", hit) for n in range(count)]
+        for prompt in waiting:
+            self.planner.arrived(prompt.name, prompt.left)
+        under_way: deque[_Step] = deque()
+        while waiting or under_way:
+            if waiting:
+                under_way.append(self._launch(waiting))
+                waiting = [prompt for prompt in waiting if prompt.left or prompt.state != "running"]
+                if waiting and len(under_way) < 2 and under_way[-1].tokens:
+                    continue
+            self._take_output(under_way.popleft())
+        return self.now - began
+
+    def _launch(self, prompts: list[_Prompt]) -> _Step:
+        tokens = self._schedule(prompts)
+        self.planner.step_began(tokens, self.now)
+        for prompt in prompts:
+            if prompt.state == "asked":
+                self._begin_load(prompt)
+        total = sum(tokens.values())
+        output_s = max(self._gpu_free, self.now) + max(0.001, total / self.gpu)
+        if total:
+            self._gpu_free = output_s
+        self.now += LAUNCH_S if total else 0.001
+        loaded = [p for p in prompts if p.state == "loading" and p.seen_s <= self.now]
+        for prompt in loaded:
+            prompt.state = "loaded"
+        read = self._read_at is not None and self._read_at <= self.now
+        return _Step(output_s, total, loaded, read)
+
+    def _schedule(self, prompts: list[_Prompt]) -> dict[str, int]:
+        tokens: dict[str, int] = {}
+        held = sum(prompt.state != "waiting" for prompt in prompts)
+        for prompt in sorted(prompts, key=lambda each: each.state != "running"):
+            left = STEP_TOKENS - sum(tokens.values())
+            if left == 0:
+                break
+            if prompt.state == "waiting" and held < CACHE_PROMPTS and self._ask(prompt):
+                held += 1
+            if prompt.state == "running" and prompt.left:
+                tokens[prompt.name] = min(left, prompt.left)
+                prompt.left -= tokens[prompt.name]
+        return tokens
+
+    def _ask(self, prompt: _Prompt) -> bool:
+        if self.planner.busy(prompt.name, self.now):
+            return False
+        rest = prompt.left - prompt.hit
+        wanted = self.planner.tokens_to_load(prompt.name, prompt.hit, rest, self.now)
+        if wanted is None:
+            return False
+        self.planner.load_began(prompt.name, wanted)
+        self.planner.settled(prompt.name, wanted)
+        prompt.wanted, prompt.state = wanted, "asked" if wanted else "running"
+        prompt.left -= wanted
+        return True
+
+    def _begin_load(self, prompt: _Prompt) -> None:
+        self.loaded += prompt.wanted
+        self._disk_free = max(self._disk_free, self.now) + prompt.wanted / self.disk
+        self._read_at = self._read_at or self._disk_free
+        prompt.state, prompt.seen_s = "loading", max(self._disk_free, self._gpu_free)
+
+    def _take_output(self, step: _Step) -> None:
+        self.now = max(self.now, step.output_s)
+        self.planner.step_ended(self.now)
+        for prompt in step.loaded:
+            prompt.state = "running"
+            self.planner.load_ended(prompt.name)
+        if step.disk_read:
+            self.planner.measured_loads(self.disk * TOKEN_BYTES, self.now)
