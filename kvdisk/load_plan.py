@@ -152,7 +152,7 @@ class LoadPlanner:
             request.promised = 0.0
 
     def load_ended(self, request_id: str) -> None:
-        """All loads of a request have ended; what was promised to it and never begun is computed."""
+        """All loads of a request have ended; what was promised and never begun is computed."""
         request = self._requests.get(request_id)
         if request is not None:
             self._set(request_id, 0, request.to_compute + request.promised)
