@@ -38,7 +38,9 @@ class Device:
         self.cache = [np.zeros((2 * SLOTS, size), dtype=np.uint8) for size in SEGMENTS]
         host = Layout.from_tensors(self.cache)
         layout = Layout(host.regions, host.block_count, host.block_bytes, device, host.owners)
-        self.data_fd, self.record_fd = (os.open(tempfile.mkstemp()[1], os.O_RDWR) for _ in "ab")
+        directory = tempfile.gettempdir()
+        nameless = os.O_RDWR | os.O_TMPFILE
+        self.data_fd, self.record_fd = (os.open(directory, nameless, 0o600) for _ in "ab")
         os.ftruncate(self.data_fd, SLOTS * SLOT_BYTES)
         self.engine = TransferEngine(
             layout,
