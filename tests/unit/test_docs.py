@@ -4,6 +4,7 @@ named exist."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import hashlib
 import json
@@ -16,9 +17,11 @@ from pathlib import Path
 import click
 import pytest
 
-from kvdisk import rank_file, rank_header, slot_records
+from kvdisk import metrics, rank_file, rank_header, slot_records
 from kvdisk.cli import main
 from kvdisk.config import TierConfig
+from kvdisk.policy import make_eviction_policy
+from kvdisk.slots import SlotAllocator
 from kvdisk.transfer import KEY_BYTES_MAX
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -267,3 +270,49 @@ def test_every_option_is_in_the_tuning_guide_with_its_default() -> None:
     for required in ("path", "capacity"):
         defaults[required] = "none, required"
     assert documented == defaults
+
+
+# --- Every metric ---------------------------------------------------------------------------------
+
+
+def exported_metrics() -> set[str]:
+    """Names under which the collector gives its families, without Prometheus' own ``_total``."""
+    counters = metrics.TierCounters(block_bytes=1)
+    engine = {name: 0 for name, _ in metrics._ENGINE_GAUGES}
+    latencies = {source: {"bins": [], "count": 0, "sum": 0} for source, _, _ in metrics._LATENCIES}
+    counts = SlotAllocator(1, make_eviction_policy("lru", 1)).counts()
+    stats = metrics.TierStats(counters, counts, 0, {0: {**engine, **latencies}})
+    collector = metrics.prometheus_collector(lambda: stats, lambda: "ok")
+    return {family.name for family in collector.collect()}
+
+
+def vllm_metrics() -> set[str]:
+    """From the source: what defines them needs vLLM."""
+    tree = ast.parse((ROOT / "kvdisk" / "serving" / "vllm" / "metrics.py").read_text())
+    names = {
+        node.target.id: ast.literal_eval(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and node.value is not None
+    }
+    whole = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and str(node.value).startswith("vllm:kvdisk_")
+    ]
+    counters = {f"vllm:kvdisk_{name}" for name in names["_COUNTERS"]}
+    gauges = {f"vllm:kvdisk_slots_{name}" for name in names["_GAUGES"]}
+    parts = {"vllm:kvdisk_", "vllm:kvdisk_slots_"}
+    return counters | gauges | {str(name) for name in whole} - parts
+
+
+def test_every_metric_is_documented_and_no_other_is_named() -> None:
+    exported = exported_metrics() | vllm_metrics()
+    text = (ROOT / "docs" / "tuning.md").read_text()
+    start = text.index("## Every metric")
+    section = text[start : text.index("## Every option", start)]
+    pattern = re.compile(r"`((?:vllm:)?kvdisk_[a-z_]+)")
+    assert set(pattern.findall(section)) == exported
+    for document in DOCUMENTS:
+        assert set(pattern.findall(document.read_text())) <= exported, document
