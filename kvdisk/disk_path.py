@@ -195,11 +195,15 @@ class DiskPath:
             note = self_test(directory, file.mode, placement.slot_bytes, config)
             if note is not None:
                 _log.warning("%s", note)
-            return cls(index, file, layout, config, wake_fd, direct_stores=direct_stores)
+            path = cls(index, file, layout, config, wake_fd, direct_stores=direct_stores)
         except BaseException:
             file.undo()
             file.close()
             raise
+        note = path.engine.stats()["backend_note"]
+        if note:  # it works, and costs more than it need
+            _log.warning("%s: %s", directory, note)
+        return path
 
     def label(self, identity: Identity) -> None:
         """Have the directory say whose it is: once the open can no longer fail elsewhere.

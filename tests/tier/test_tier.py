@@ -235,6 +235,21 @@ def test_health_and_the_opening_line_say_what_an_operator_asks(
             assert part in line
 
 
+def test_too_little_locked_memory_is_told_once_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = TransferEngine.stats
+    said = "the buffers could not be registered with io_uring (...): raise it (ulimit -l)"
+    monkeypatch.setattr(
+        TransferEngine, "stats", lambda engine: real(engine) | {"backend_note": said}
+    )
+    with tier_rig(tmp_path / "kv") as rig:
+        rig.store(KEYS)
+    (line,) = [each for each in caplog.records if "registered" in each.getMessage()]
+    assert line.levelno == logging.WARNING
+    assert str(tmp_path / "kv") in line.getMessage()
+
+
 def test_more_slots_than_memory_has_room_for_are_refused_by_either_half(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
