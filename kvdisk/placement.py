@@ -11,7 +11,7 @@ scheduler and workers, in whatever process, agree without asking. Every path has
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -96,3 +96,19 @@ class Placement:
         paths = self.path_of(slots)
         for path in np.unique(paths).tolist():
             yield path, np.flatnonzero(paths == path)
+
+
+def share_of_one_path(config: TierConfig) -> TierConfig:
+    """The configuration of each path's engine: an equal part of the ring and of the queue."""
+    count = len(config.paths)
+    if count == 1:
+        return config
+    ring_bytes = config.ring_bytes // count // _SLOT_ALIGNMENT * _SLOT_ALIGNMENT
+    try:
+        return replace(
+            config,
+            ring_bytes=ring_bytes,
+            store_queue_bytes=max(_SLOT_ALIGNMENT, config.store_queue_bytes // count),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"shared by {count} paths: {error}") from error

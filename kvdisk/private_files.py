@@ -253,6 +253,14 @@ def _lock(file: int, path: Path) -> None:
         if tries == 1 or (gone and time.monotonic() < began + _GONE_HOLDER_PATIENCE_S):
             time.sleep(_LOCK_RETRY_S)
             continue
+        if holder == os.getpid():
+            raise BusyError(
+                f"{path} is in use by this process itself: close the tier that has it open. One "
+                "that was closed while its disk hung, or that a forked child has too, keeps the "
+                "file until this process, and that child, have ended.",
+                path=str(path),
+                holder=holder,
+            )
         who = f"process {holder}" if holder else "a process that cannot be seen from here"
         raise BusyError(
             f"{path} is in use by {who}: give each rank its own number and each server its own "

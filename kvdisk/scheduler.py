@@ -199,7 +199,8 @@ class TierScheduler:
         batch = _encode(keys)
         blocks = _block_ids(block_ids, len(batch))
         statuses = np.full(len(batch), RowStatus.REFUSED, dtype=np.uint8)
-        rows, slots, tickets = self._allocate(batch, prefix, statuses)
+        before = _encode(prefix) if len(prefix) else ()
+        rows, slots, tickets = self._allocate(batch, before, statuses)
         return self._begin(Direction.STORE, batch, blocks, statuses, rows, slots, tickets)
 
     def load(self, keys: Sequence[bytes], block_ids: npt.ArrayLike) -> Transfer:
@@ -339,7 +340,7 @@ class TierScheduler:
         return present
 
     def _allocate(
-        self, batch: KeyBatch, prefix: Sequence[bytes], statuses: npt.NDArray[np.uint8]
+        self, batch: KeyBatch, prefix: KeyBatch | tuple[()], statuses: npt.NDArray[np.uint8]
     ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """Rows to be stored, their slots and tickets; ``statuses`` gets the others' outcome."""
         nothing = np.empty(0, np.intp), np.empty(0, np.int32), np.empty(0, np.int64)
@@ -354,7 +355,7 @@ class TierScheduler:
             admitted = np.delete(admitted, turned_away)
             self._counters.refused("admission", len(turned_away))
         wanted = batch if len(admitted) == len(batch) else batch.pick(admitted)
-        allocation = self._allocator.allocate(wanted, _encode(prefix) if len(prefix) else ())
+        allocation = self._allocator.allocate(wanted, prefix)
         if allocation is None:
             self._counters.refused("no_room", len(wanted))
             return nothing
@@ -472,9 +473,15 @@ class TierScheduler:
 
 
 def _encode(keys: Sequence[bytes]) -> KeyBatch:
-    """Keys as slots hold them: long ones as their digest."""
+    """Keys as slots hold them: long ones as their digest. Raises TypeError, before anything else.
+
+    A key of another type would cost its slot: only the engine would notice.
+    """
     if isinstance(keys, KeyBatch):
         return keys
+    for kind in set(map(type, keys)):
+        if not issubclass(kind, bytes):
+            raise TypeError(f"a key is bytes, not {kind.__name__}")
     if any(len(key) > KEY_BYTES_MAX for key in keys):
         keys = [stored_key(key) for key in keys]
     return KeyBatch(keys)

@@ -33,7 +33,7 @@ from kvdisk.layout import Layout
 from kvdisk.memory import SCHEDULER_BYTES_PER_SLOT, WORKER_BYTES_PER_SLOT, require_slot_memory
 from kvdisk.messages import Clear, PathState, RankOpened, RankReport, RankResult, Transfer
 from kvdisk.path_health import error_name
-from kvdisk.placement import Placement
+from kvdisk.placement import Placement, share_of_one_path
 from kvdisk.quiet_log import QuietLog
 from kvdisk.room import require_room
 from kvdisk.transfer import (
@@ -47,7 +47,6 @@ from kvdisk.transfer import (
     TransferResult,
 )
 
-_PAGE_BYTES: Final = 4096
 _LEARNS_LATER: Final = "and learns of it when it is opened beside the others: never use it alone"
 _NS_PER_S: Final = 1_000_000_000
 _PROGRESS_NS: Final = 250_000_000  # of reading, between two reports of its progress
@@ -111,6 +110,7 @@ class TierWorker:
         self._states: tuple[PathState, ...] | None = None
         self._progress: dict[int, LoadProgress] = {}  # of each path's loads
         self._abandoned = 0
+        self._process = os.getpid()
         self._closed = False
         self._selector = select.epoll()
         self._selector.register(wake_fd, select.EPOLLIN)
@@ -142,7 +142,7 @@ class TierWorker:
         require_room(config, identity, placement, rank, world_size)
         config.check_memory()
         require_slot_memory(placement.slot_count, WORKER_BYTES_PER_SLOT, config.ring_bytes)
-        share = _share_of_one_path(config)
+        share = share_of_one_path(config)
         wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         paths: dict[int, DiskPath] = {}
         lost: dict[int, str] = {}
@@ -282,10 +282,15 @@ class TierWorker:
         """End everything: drain until the limit, then time out what is left. Idempotent.
 
         Returns how many I/Os a hanging disk forced to abandon; ``poll`` still gives the last
-        results.
+        results. In a forked child it only lets go of the files: all else is the parent's.
         """
         if self._closed:
             return self._abandoned
+        if os.getpid() != self._process:
+            self._closed = True
+            for path in self._paths.values():
+                path.file.close()
+            return 0
         until = time.monotonic() + timeout_s
         waker = select.poll()  # nobody takes what engines tell, which would stay readable
         waker.register(self._wake_fd, select.POLLIN)
@@ -478,22 +483,6 @@ def _make_ready(paths: dict[int, DiskPath], lost: dict[int, str], identity: Iden
             _log.warning("path left out, its slots are misses: %s", error)
             lost[index] = str(error)
             paths.pop(index).undo_open()
-
-
-def _share_of_one_path(config: TierConfig) -> TierConfig:
-    """The configuration of each path's engine: an equal part of the ring and of the queue."""
-    count = len(config.paths)
-    if count == 1:
-        return config
-    ring_bytes = config.ring_bytes // count // _PAGE_BYTES * _PAGE_BYTES
-    try:
-        return replace(
-            config,
-            ring_bytes=ring_bytes,
-            store_queue_bytes=max(_PAGE_BYTES, config.store_queue_bytes // count),
-        )
-    except ConfigError as error:
-        raise ConfigError(f"shared by {count} paths: {error}") from error
 
 
 def _joined(parts: list[npt.NDArray[Number]]) -> npt.NDArray[Number]:

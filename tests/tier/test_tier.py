@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import pickle
 import select
 import threading
@@ -197,9 +198,40 @@ def test_second_touch_and_write_budget(tmp_path: Path) -> None:
 def test_the_second_opener_is_told_who_has_it(tmp_path: Path) -> None:
     with (
         tier_rig(tmp_path / "kv"),
-        pytest.raises(BusyError, match=r"in use by process \d+"),
+        pytest.raises(BusyError, match=r"in use by this process itself: close the tier"),
     ):
         TierRig(tmp_path / "kv")
+
+
+def test_a_forked_child_leaves_the_tier_to_its_parent(tmp_path: Path) -> None:
+    with tier_rig(tmp_path / "kv") as rig:
+        assert rig.store(KEYS) == ok(100)
+        child = os.fork()
+        if child == 0:
+            try:
+                os._exit(rig.tier.close())
+            finally:
+                os._exit(100)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert rig.load(KEYS) == ok(100)
+        assert rig.store(range(200, 230)) == ok(30)
+
+
+@pytest.mark.parametrize("key", ["text", "t\u00e9xt", memoryview(b"m"), bytearray(b"a"), 7, None])
+def test_a_key_that_is_none_is_refused_before_it_costs_a_slot(tmp_path: Path, key: Any) -> None:
+    with tier_rig(tmp_path / "kv") as rig:
+        tier = rig.tier
+        before = tier.stats()
+        for call in (tier.store, tier.load):
+            with pytest.raises(TypeError, match="a key is bytes, not"):
+                call([b"good", key], [0, 1])
+        with pytest.raises(TypeError, match="a key is bytes, not"):
+            tier.store([b"good"], [0], prefix=[key])
+        for ask in (tier.lookup, tier.readable, tier.touch, tier.drop):
+            with pytest.raises(TypeError, match="a key is bytes, not"):
+                ask([key])
+        assert tier.stats().slots == before.slots
+        assert tier.stats().open_transfers == 0
 
 
 def test_bad_input_is_refused_at_open_and_loses_nothing(tmp_path: Path) -> None:
