@@ -13,37 +13,17 @@ What always holds:
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
-import re
-import stat
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from kvdisk.identity import NAMESPACE_FILE, is_namespace_name, parse_identity
 from kvdisk.looking import Lock, lock_of, open_directory, open_plain
-from kvdisk.rank_file import has_mark
-from kvdisk.rank_header import HEADER_BYTES, RankHeader, is_marked, parse_header
-from kvdisk.survey import RANK_FILE, read_identity
-
-_LEFTOVER: Final = re.compile(
-    r"(rank-\d{1,9}-of-\d{1,9}\.(?:kv|idx)|kvdisk\.json)\.damaged-\d{1,4}"
-)
-_TEMPORARY: Final = re.compile(r"\.kvdisk\.json\.\d+\.\d+")
-_IDENTITY_BYTES_MAX: Final = 1 << 20
-
-
-@dataclass
-class Contents:
-    """Names in a namespace: ours, leftovers of ours, and the rest, which is never removed."""
-
-    ours: list[str] = field(default_factory=list)
-    leftovers: list[str] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
+from kvdisk.ours import RANK_FILE, Contents, contents_of, namespaces_in
+from kvdisk.survey import read_identity
 
 
 @dataclass(frozen=True)
@@ -78,13 +58,13 @@ def find(root: Path) -> tuple[list[Namespace], list[str]]:
     with ExitStack() as stack:
         parent = open_directory(root)
         stack.callback(os.close, parent)
-        found, unreadable = [], []
-        for name in sorted(os.listdir(parent)):
-            if is_namespace_name(name):
-                try:
-                    found.append(_look(root, name, parent))
-                except OSError as error:  # a link, a file, another user's
-                    unreadable.append(f"{name} ({error.strerror})")
+        names, impostors = namespaces_in(parent)
+        found, unreadable = [], [f"{name} (not a directory)" for name in impostors]
+        for name in names:
+            try:
+                found.append(_look(root, name, parent))
+            except OSError as error:  # another user's
+                unreadable.append(f"{name} ({error.strerror})")
     return sorted(found, key=lambda each: (-each.used_s, each.directory.name)), unreadable
 
 
@@ -133,7 +113,7 @@ def remove(namespace: Namespace) -> Removal:
             name = namespace.directory.name
             folder = open_directory(name, parent, follow=False)
             stack.callback(os.close, folder)
-            contents = _contents(folder)
+            contents = contents_of(folder)
             held: dict[str, int] = {}
             for each in contents.ours:
                 held[each] = open_plain(folder, each)
@@ -161,7 +141,7 @@ def remove_leftovers(namespace: Namespace) -> Removal:
             folder = open_directory(namespace.directory, follow=False)
             stack.callback(os.close, folder)
             held = {}
-            for name in _contents(folder).leftovers:
+            for name in contents_of(folder).leftovers:
                 held[name] = open_plain(folder, name)
                 stack.callback(os.close, held[name])
         except OSError as error:
@@ -191,13 +171,10 @@ def _last_to_go(name: str) -> int:
     return next((n for n, end in enumerate(order) if name.endswith(end)), 0)
 
 
-# What is ours -----------------------------------------------------------------------------------
-
-
 def _look(root: Path, name: str, parent: int) -> Namespace:
     folder = open_directory(name, parent, follow=False)
     try:
-        contents = _contents(folder)
+        contents = contents_of(folder)
         statuses = {
             each: os.stat(each, dir_fd=folder, follow_symlinks=False)
             for each in (*contents.ours, *contents.leftovers, *contents.others)
@@ -231,72 +208,3 @@ def _lock_of(folder: int, contents: Contents) -> Lock:
                 if lock.held:
                     return lock
     return Lock(False)
-
-
-def _contents(folder: int) -> Contents:
-    names = sorted(os.listdir(folder))
-    contents = Contents()
-    for name in names:
-        if _LEFTOVER.fullmatch(name) and _is_ours(folder, name, names):
-            contents.leftovers.append(name)
-        elif _is_ours(folder, name, names):
-            contents.ours.append(name)
-        else:
-            contents.others.append(name)
-    return contents
-
-
-def _is_ours(folder: int, name: str, names: Sequence[str]) -> bool:
-    """Whether a plain file has one of our names and our mark."""
-    leftover = _LEFTOVER.fullmatch(name)
-    kind = leftover[1] if leftover else name
-    temporary = _TEMPORARY.fullmatch(name) is not None
-    if not (RANK_FILE.fullmatch(kind) or kind == NAMESPACE_FILE or temporary):
-        return False
-    try:
-        file = open_plain(folder, name)
-    except OSError:
-        return False
-    try:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-            return False
-        if status.st_size == 0 and RANK_FILE.fullmatch(name):
-            return True  # of a server that was killed as it began; there is nothing to lose
-        if kind.endswith(".idx"):
-            return _is_record_file(file, kind, whole=not leftover)
-        if kind.endswith(".kv"):
-            # As at open: a file system without attributes leaves the record file to speak for both.
-            return has_mark(file) or (not leftover and _has_record_file(folder, name, names))
-        return parse_identity(os.pread(file, _IDENTITY_BYTES_MAX, 0)) is not None
-    except OSError:
-        return False
-    finally:
-        os.close(file)
-
-
-def _is_record_file(file: int, name: str, *, whole: bool) -> bool:
-    """Whether it has our header, of this rank; of what was damaged the magic must do."""
-    page = os.pread(file, HEADER_BYTES, 0)
-    if not whole:
-        return is_marked(page)
-    header = parse_header(page)
-    return isinstance(header, RankHeader) and name == (
-        f"rank-{header.rank}-of-{header.world_size}.idx"
-    )
-
-
-def _has_record_file(folder: int, name: str, names: Sequence[str]) -> bool:
-    record_name = name.removesuffix(".kv") + ".idx"
-    if record_name not in names:
-        return False
-    try:
-        file = open_plain(folder, record_name)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM):
-            return False
-        raise
-    try:
-        return _is_record_file(file, record_name, whole=True)
-    finally:
-        os.close(file)

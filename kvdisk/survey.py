@@ -10,7 +10,6 @@ megabytes to look at.
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -32,11 +31,10 @@ from kvdisk.looking import (
     open_plain,
     require_directory,
 )
+from kvdisk.ours import RANK_FILE, contents_of, namespaces_in
 from kvdisk.rank_header import HEADER_BYTES, RECORD_BYTES, RankHeader, parse_header
 from kvdisk.slot_records import RecordState, as_records, record_states
 
-RANK_FILE: Final = re.compile(r"rank-(\d{1,9})-of-(\d{1,9})\.(kv|idx)")
-LEFTOVER: Final = re.compile(r".+\.damaged-\d{1,4}")
 _IDENTITY_BYTES_MAX: Final = 1 << 20
 _SLOTS_AT_ONCE: Final = 8192
 
@@ -115,14 +113,12 @@ def find_namespaces(path: Path) -> list[Path]:
 
     Raises OSError when ``path`` cannot be listed.
     """
-    entries = sorted(os.scandir(path), key=lambda entry: entry.name)
-    if is_namespace_name(path.name) or any(RANK_FILE.fullmatch(entry.name) for entry in entries):
-        return [path]
-    return [
-        path / entry.name
-        for entry in entries
-        if is_namespace_name(entry.name) and entry.is_dir(follow_symlinks=False)
-    ]
+    with ExitStack() as stack:
+        folder = open_directory(path)
+        stack.callback(os.close, folder)
+        if is_namespace_name(path.name) or any(map(RANK_FILE.fullmatch, os.listdir(folder))):
+            return [path]
+        return [path / name for name in namespaces_in(folder)[0]]
 
 
 def survey_namespace(directory: Path) -> NamespaceSurvey:
@@ -158,7 +154,8 @@ def _list(folder: int) -> tuple[list[RankSurvey], list[FileFacts], list[str]]:
     """Ranks in order, with the facts of their files; leftovers; names that are none of ours."""
     ranks: dict[tuple[int, int], RankSurvey] = {}
     leftovers, others = [], []
-    for name in sorted(os.listdir(folder)):
+    contents = contents_of(folder)
+    for name in sorted([*contents.ours, *contents.leftovers, *contents.others]):
         try:
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         except FileNotFoundError:
@@ -174,9 +171,9 @@ def _list(folder: int) -> tuple[list[RankSurvey], list[FileFacts], list[str]]:
                 survey.data = facts
             else:
                 survey.records = facts
-        elif LEFTOVER.fullmatch(name):
+        elif name in contents.leftovers:
             leftovers.append(facts)
-        elif name != NAMESPACE_FILE:
+        elif name in contents.others:
             others.append(name)
     return [ranks[key] for key in sorted(ranks)], leftovers, others
 

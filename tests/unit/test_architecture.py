@@ -48,7 +48,7 @@ GROUPS = {
         "tier",
         "testing",
     },
-    "upkeep": {"slot_records", "looking", "survey", "scrub", "cleanup"},
+    "upkeep": {"slot_records", "looking", "ours", "survey", "scrub", "cleanup"},
     "bench": {"bench"},
     "replay": {"replay"},
     "serving": {"serving"},

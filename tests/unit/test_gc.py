@@ -15,8 +15,9 @@ import pytest
 from caches import fill, identity_of, kvdisk, live_server, open_tier
 
 from kvdisk import cleanup, rank_file
-from kvdisk.cleanup import Contents, Namespace, find, remove, select
+from kvdisk.cleanup import Namespace, find, remove, select
 from kvdisk.looking import Lock
+from kvdisk.ours import Contents
 
 DAY = 24 * 3600
 
@@ -264,7 +265,7 @@ def test_a_start_at_the_instant_of_a_removal_succeeds(
 def test_a_replaced_file_is_not_removed(tmp_path: Path) -> None:
     directory = fill(tmp_path / "kv", 2, "a")
     (found,), _ = find(tmp_path / "kv")
-    real = cleanup._contents
+    real = cleanup.contents_of
 
     def contents_then_replace(folder: int) -> Contents:
         contents = real(folder)
@@ -273,7 +274,7 @@ def test_a_replaced_file_is_not_removed(tmp_path: Path) -> None:
         return contents
 
     (tmp_path / "precious").write_text("precious")
-    with mock.patch.object(cleanup, "_contents", contents_then_replace):
+    with mock.patch.object(cleanup, "contents_of", contents_then_replace):
         assert remove(found).problem != ""
     assert (tmp_path / "precious").read_text() == "precious"
 

@@ -23,6 +23,7 @@ from caches import (
 )
 
 from kvdisk import looking
+from kvdisk.cleanup import find
 from kvdisk.looking import lock_of
 from kvdisk.rank_file import RankFile
 from kvdisk.slot_records import RECORD, RecordState, as_records, payload_matches, record_states
@@ -149,14 +150,21 @@ def test_trouble_is_a_problem_of_that_rank_and_exit_status_1(
 def test_leftovers_strangers_and_a_lost_identity_are_named(tmp_path: Path) -> None:
     directory = fill(tmp_path / "kv", 4)
     (directory / "kvdisk.json").write_text("{}")
-    (directory / "rank-0-of-1.idx.damaged-1").write_bytes(b"x")
+    (directory / "rank-0-of-1.idx.damaged-1").write_bytes(b"KVDISKIX, and then nothing")
+    strangers = ["rank-0-of-1.idx.damaged-2", "photo.damaged-1"]  # no mark, not our name
+    for name in strangers:
+        (directory / name).write_bytes(b"x")
     (directory / "notes.txt").write_text("mine")
     (directory / "rank-1-of-2.kv").symlink_to("/etc/passwd")
     os.mkfifo(directory / "rank-1-of-2.idx")
     (found,) = kvdisk_json("inspect", directory)["namespaces"]
     assert found["identity"] is None
     assert [each["name"] for each in found["leftovers"]] == ["rank-0-of-1.idx.damaged-1"]
-    assert found["others"] == ["notes.txt", "rank-1-of-2.idx", "rank-1-of-2.kv"]
+    refused = ["kvdisk.json", "notes.txt", *strangers, "rank-1-of-2.idx", "rank-1-of-2.kv"]
+    assert found["others"] == sorted(refused)
+    (as_removed,), _ = find(tmp_path / "kv")
+    assert as_removed.contents.others == sorted(refused)
+    assert as_removed.contents.leftovers == ["rank-0-of-1.idx.damaged-1"]
     assert len(found["ranks"]) == 1
 
 
