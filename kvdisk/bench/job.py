@@ -252,6 +252,8 @@ def geometry_of_size(block_bytes: int, layers: int | None, layer: Layer) -> Geom
         )
     if layers is None:
         layers = _LAYERS_DEFAULT if block_bytes % (_LAYERS_DEFAULT * 8) == 0 else 1
+    if block_bytes % 8:
+        raise ConfigError(f"bs={format_size(block_bytes)} is not a multiple of 8 bytes: change bs.")
     if block_bytes % (layers * 8):
         raise ConfigError(
             f"bs={format_size(block_bytes)} does not fall into {layers} layers of whole 8-byte "

@@ -70,9 +70,12 @@ class _LazyGroup(click.Group):
             status = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
         except KVDiskError as error:
             _fail(str(error))
-        except click.UsageError as error:
+        except click.exceptions.NoArgsIsHelpError as error:
             error.show()
             sys.exit(EXIT_CANNOT_RUN)
+        except click.UsageError as error:
+            command = error.ctx.command_path if error.ctx else "kvdisk"
+            _fail(f"{error.format_message()} See {command} --help.")
         except click.ClickException as error:
             _fail(error.format_message())
         except (click.Abort, KeyboardInterrupt):

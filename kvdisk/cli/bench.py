@@ -13,15 +13,15 @@ from typing import Any, Final
 import click
 
 from kvdisk.cli import EXIT_BAD_VERDICT
-from kvdisk.cli.text import require_writable, write_json
+from kvdisk.cli.text import NamedPath, require_writable, write_json
 from kvdisk.errors import ConfigError
 
 _ROUNDS_COMPARED: Final = 5
 
 
 @click.command(context_settings={"show_default": True})
-@click.argument("directory", required=False, type=click.Path(path_type=Path))
-@click.option("--path", type=click.Path(path_type=Path), help="The same as DIRECTORY.")
+@click.argument("directory", required=False, type=NamedPath())
+@click.option("--path", type=NamedPath(), help="The same as DIRECTORY.")
 @click.option(
     "--layer",
     type=click.Choice(["whole", "raw"]),

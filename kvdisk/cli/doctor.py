@@ -21,7 +21,7 @@ import click
 
 from kvdisk import __version__
 from kvdisk.cli import EXIT_BAD_VERDICT
-from kvdisk.cli.text import printable
+from kvdisk.cli.text import NamedPath, printable
 from kvdisk.errors import ConfigError
 from kvdisk.probe import Check, run_checks
 
@@ -30,7 +30,7 @@ _GRAVEST_FIRST: Final = ("error", "warning", "ok")
 
 
 @click.command()
-@click.argument("path", default=".", type=Path)
+@click.argument("path", default=".", type=NamedPath())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every measured value.")
 def doctor(path: Path, as_json: bool) -> int:
     """Check whether this machine and the directory PATH suit kvdisk.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvdisk.cli import EXIT_BAD_VERDICT
-from kvdisk.cli.text import count_text, printable, time_text
+from kvdisk.cli.text import NamedPath, count_text, printable, time_text
 from kvdisk.errors import ConfigError, DeviceError
 from kvdisk.units import display_size, parse_duration, parse_size
 
@@ -27,7 +27,7 @@ _NS_PER_S = 1_000_000_000
 
 
 @click.command()
-@click.argument("root", type=Path)
+@click.argument("root", type=NamedPath())
 @click.option("--keep-newest", type=int, metavar="N", help="Keep the N that were used last.")
 @click.option("--older-than", metavar="TIME", help="Only what was not used for so long: 30d, 12h.")
 @click.option("--max-size", metavar="SIZE", help="Only until what stays takes no more: 500GiB.")

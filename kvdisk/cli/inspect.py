@@ -15,7 +15,7 @@ import click
 
 from kvdisk import __version__
 from kvdisk.cli import EXIT_BAD_VERDICT
-from kvdisk.cli.text import count_text, printable, time_text
+from kvdisk.cli.text import NamedPath, count_text, printable, time_text
 from kvdisk.units import display_size
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _IDENTITY_LABELS: Final = {
 
 
 @click.command()
-@click.argument("path", type=Path)
+@click.argument("path", type=NamedPath())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every field.")
 def inspect(path: Path, as_json: bool) -> int:
     """Show what the rank files in PATH hold: a cache's root, or one namespace in it.

@@ -8,16 +8,17 @@ from typing import Any
 
 import click
 
+from kvdisk.cli.text import NamedPath
 from kvdisk.errors import ConfigError
 
 
 @click.command()
-@click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("results", nargs=-1, required=True, type=NamedPath())
 @click.option(
     "-o",
     "--output",
     required=True,
-    type=click.Path(path_type=Path),
+    type=NamedPath(),
     metavar="FILE",
     help="A name that ends in .png or .svg.",
 )

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from kvdisk.cli import EXIT_BAD_VERDICT
-from kvdisk.cli.text import require_writable, write_json
+from kvdisk.cli.text import NamedPath, require_writable, write_json
 from kvdisk.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ from kvdisk.errors import ConfigError
 @click.argument("trace")
 @click.option(
     "--path",
-    type=click.Path(path_type=Path),
+    type=NamedPath(),
     help="A directory on the disk to replay on. Not with --simulate.",
 )
 @click.option("--simulate", is_flag=True, help="No I/O: the tier's allocator and policies alone.")
@@ -89,6 +89,8 @@ def replay(
 
     if options["simulate"] and options["path"] is not None:
         raise ConfigError("path is for real runs: with --simulate nothing is written.")
+    if not options["simulate"] and options["path"] is None:
+        raise ConfigError("path is missing: name a directory to replay on, or add --simulate.")
     require_writable(json_file, plot_file, write_trace=write_trace)
     job = make_job(
         Options(

@@ -13,6 +13,15 @@ import click
 from kvdisk.errors import ConfigError
 
 
+class NamedPath(click.Path):
+    """A path that was really named: "" is a script's variable that is not set, not this place."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        if not os.fspath(value):
+            self.fail("the name is empty.", param, ctx)
+        return Path(value)
+
+
 def printable(text: str | Path) -> str:
     """Without control characters or bytes that are no UTF-8: names come from strangers."""
     shown = os.fspath(text) if isinstance(text, Path) else text

@@ -20,7 +20,7 @@ import click
 
 from kvdisk import __version__
 from kvdisk.cli import EXIT_BAD_VERDICT, EXIT_INTERRUPTED
-from kvdisk.cli.text import count_text, printable
+from kvdisk.cli.text import NamedPath, count_text, printable
 from kvdisk.errors import ConfigError
 from kvdisk.units import display_size, parse_size
 
@@ -35,7 +35,7 @@ _LINE_EVERY_S: Final = 10.0
 
 
 @click.command()
-@click.argument("path", type=Path)
+@click.argument("path", type=NamedPath())
 @click.option(
     "--rate",
     default=_RATE,

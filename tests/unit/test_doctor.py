@@ -30,6 +30,7 @@ from kvdisk.probe.verdict import Check
 REPOSITORY = Path(__file__).resolve().parents[2]
 SECCOMP = [sys.executable, str(REPOSITORY / "tests/faults/seccomp.py")]
 KVDISK = [sys.executable, "-m", "kvdisk"]
+PROGRAM = "from kvdisk.cli import main; main(prog_name='kvdisk')"
 NOBODY = 65534
 RING = 256 * 1024**2
 
@@ -76,12 +77,26 @@ class TestCommandLine:
             assert command.help
         assert set(main.list_commands(context)) <= set(_COMMANDS)
 
-    @pytest.mark.parametrize("arguments", [["nope"], ["--nope"], ["doctor", "--nope"]])
-    def test_bad_usage_is_2(self, arguments: list[str]) -> None:
-        child = run(*KVDISK, *arguments)
-        assert child.returncode == 2
-        assert "Traceback" not in child.stderr
-        assert "Error: No such" in child.stderr
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["nope"], "No such command 'nope'. See kvdisk --help."),
+            (["--nope"], "No such option '--nope'. See kvdisk --help."),
+            (["doctor", "--nope"], "No such option '--nope'. See kvdisk doctor --help."),
+            (["bench", ".", "--iodepth", "many"], "'many' is not a valid integer."),
+            (["inspect"], "Missing argument 'PATH'. See kvdisk inspect --help."),
+            *(
+                ([command, ""], "the name is empty.")
+                for command in ("bench", "doctor", "gc", "inspect", "verify", "plot")
+            ),
+        ],
+    )
+    def test_bad_usage_is_a_line_and_2(self, arguments: list[str], said: str) -> None:
+        child = run(sys.executable, "-c", PROGRAM, *arguments)
+        assert (child.returncode, child.stdout) == (2, "")
+        (line,) = child.stderr.splitlines()
+        assert line.startswith("kvdisk: error: ")
+        assert said in line
 
     @pytest.mark.parametrize(
         ("error", "status", "stderr"),
