@@ -346,11 +346,6 @@ class TransferEngine:
         self._require_open()
         self._native.cancel_waiting(transfer_id)
 
-    def drop(self, slots: npt.ArrayLike) -> None:
-        """Forget what ``slots`` hold: later loads miss. A store at work there goes on."""
-        self._require_open()
-        self._native.drop(_indices(slots))
-
     def end_within(self, timeout_s: float) -> None:
         """Everything under way, and all that may still come, ends by then. Never waits; idempotent.
 

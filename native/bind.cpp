@@ -269,12 +269,6 @@ NB_MODULE(_native, module) {
             "direction"_a, "block_ids"_a, "slots"_a, "keys"_a, "key_lengths"_a, "timeout_ns"_a,
             "start_within_ns"_a, "event"_a)
         .def("cancel_waiting", &Engine::cancel_waiting, "transfer_id"_a)
-        .def(
-            "drop",
-            [](Engine& engine, const Vector<std::uint64_t>& slots) {
-                engine.drop({slots.data(), slots.shape(0)});
-            },
-            "slots"_a)
         .def("end_within", &Engine::end_within, "timeout_ns"_a)
         .def("poll", [](Engine& engine) { return events_tuple(engine.poll()); })
         .def("wait", &Engine::wait, "timeout_ns"_a, nb::call_guard<nb::gil_scoped_release>())

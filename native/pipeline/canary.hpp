@@ -37,7 +37,6 @@ inline constexpr const char* canary_names[] = {
     "a failed write counts as a good one",
     "loads in I/O have no deadline",
     "a failed I/O loses its buffer",
-    "a dropped slot is still served",
     "a source is read before its event",
     "a record page is never written",
     "the checksum of a payload does not say whose it is",

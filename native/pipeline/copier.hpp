@@ -13,7 +13,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <limits>
 #include <memory>
 #include <span>
@@ -51,9 +50,8 @@ class Copier {
     // How it copies, in a few words, once attached.
     virtual std::string note() const { return {}; }
 
-    // Binds the copier to the calling thread (a device is made current there). `wake` may be called
-    // from any thread when a copy has finished.
-    virtual void attach(std::function<void()> wake) = 0;
+    // Binds the copier to the calling thread (a device is made current there).
+    virtual void attach() = 0;
 
     // Whether the caller's event has happened: the source may be read. 0 is "no event". For `host`
     // an event is a file descriptor that becomes readable (an eventfd), for `cuda` a CUevent.

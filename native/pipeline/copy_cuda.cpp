@@ -138,7 +138,7 @@ class CudaCopier final : public Copier {
 
     // What belongs to the context is made here, where it is current, so that the thread that opens
     // the engine keeps whatever is current there.
-    void attach(std::function<void()>) override {
+    void attach() override {
         cuda::require(cuda_.ctx_set_current(context_), "cuCtxSetCurrent");
         cuda::require(
             cuda_.mem_host_register(options_.buffers.data(), options_.buffers.size(),

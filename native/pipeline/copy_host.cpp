@@ -95,7 +95,7 @@ class HostCopier final : public Copier {
         : layout_(layout), depth_(depth), scatters_(depth), gathers_(depth) {}
 
     const char* name() const noexcept override { return "host"; }
-    void attach(std::function<void()>) override {}
+    void attach() override {}
 
     Readiness poll_event(std::uint64_t event) override {
         pollfd descriptor{.fd = static_cast<int>(event), .events = POLLIN};

@@ -37,7 +37,7 @@ CopyJob::CopyJob(const CopyJobOptions& options)
       backend_(io::choose_backend({.depth = 1}, "auto").backend),
       copier_(make_copier(options, ring_)) {
     backend_->attach();
-    copier_->attach([this] { backend_->wake(); });
+    copier_->attach();
 }
 
 CopyJob::~CopyJob() = default;

@@ -250,14 +250,6 @@ void Engine::cancel_waiting(std::uint64_t transfer_id) {
     for (const auto& shard : shards_) shard->cancel_waiting(transfer_id);
 }
 
-void Engine::drop(std::span<const std::uint64_t> slots) {
-    require_own_process();
-    for (const std::uint64_t slot : slots) {
-        require(slot < options_.slot_count, "a slot is out of range");
-    }
-    for (const std::uint64_t slot : slots) shards_[shard_of(slot)]->drop(slot);
-}
-
 Events Engine::poll() {
     require_own_process();
     std::unique_lock lock(outbox_->mutex);

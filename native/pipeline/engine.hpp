@@ -16,7 +16,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -110,9 +109,6 @@ class Engine {
 
     // Ends what has not begun of a store, as refused.
     void cancel_waiting(std::uint64_t transfer_id);
-
-    // The slot's record is forgotten: later loads of it miss.
-    void drop(std::span<const std::uint64_t> slots);
 
     Events poll();
 

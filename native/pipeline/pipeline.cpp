@@ -145,11 +145,6 @@ bool Pipeline::cancel_waiting(std::uint64_t transfer_id) {
     return false;
 }
 
-void Pipeline::drop(std::uint64_t slot) {
-    if (canary == 19) return;
-    if ((slot_uses_[slot] & ~slot_told) != slot_storing) records_.clear(slot);
-}
-
 // ---------------------------------------------------------------- starting
 
 void Pipeline::poll_events(std::int64_t now) {
@@ -159,7 +154,7 @@ void Pipeline::poll_events(std::int64_t now) {
     for (Transfer* at = waiting_events_.front(); at != nullptr;) {
         Transfer* const next = at->next;
         Readiness readiness = copier_.poll_event(at->event);
-        if (canary == 20) readiness = Readiness::ready;
+        if (canary == 19) readiness = Readiness::ready;
         if (readiness == Readiness::pending) {
             before = at;
         } else {

@@ -113,9 +113,6 @@ class Pipeline {
     // Ends the rows of a store that have not begun, as refused. True when the transfer was known.
     bool cancel_waiting(std::uint64_t transfer_id);
 
-    // Forgets what a slot holds, unless a transfer is at work there (its end decides).
-    void drop(std::uint64_t slot);
-
     // One bounded step. Returns when to step again at the latest: a past time means at once.
     std::int64_t step();
 

@@ -277,7 +277,7 @@ void Pipeline::publish(std::uint32_t index) {
 void Pipeline::commit_records(std::uint32_t index, std::int64_t now) {
     Extent& extent = extents_[index];
     publish(index);
-    if (record_writes_.empty() || canary == 21) {
+    if (record_writes_.empty() || canary == 20) {
         finish_extent(index, {.status = RowStatus::ok}, now);
         return;
     }

@@ -109,7 +109,7 @@ void Pipeline::find_record(std::uint32_t index, std::uint32_t row_index) {
     if (row.result.status != RowStatus::pending) return;
     const Row& wanted = extent.transfer->rows[extent.first_row + row_index];
     const SlotRecord& record = records_.at(wanted.slot);
-    if (!record_holds(record, wanted.key) && canary != 9) {  // dropped while it was being read
+    if (!record_holds(record, wanted.key) && canary != 9) {  // cleared while it was being read
         row.result = {.status = RowStatus::miss};
     } else if (record.valid_bytes != options_.block_bytes) {
         row.result = {.status = RowStatus::corrupt};

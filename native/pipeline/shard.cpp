@@ -183,8 +183,6 @@ void Shard::cancel_waiting(std::uint64_t transfer_id) {
     send({.kind = CommandKind::cancel, .number = transfer_id});
 }
 
-void Shard::drop(std::uint64_t slot) { send({.kind = CommandKind::drop, .number = slot}); }
-
 void Shard::send(Command command) {
     const std::lock_guard lock(inbox_mutex_);
     inbox_.push_back(command);
@@ -220,7 +218,7 @@ void Shard::run(std::promise<void> attached) {
     const std::lock_guard turn(turn_mutex_);
     try {
         backend_->attach();
-        copier_->attach([this] { backend_->wake(); });
+        copier_->attach();
     } catch (...) {
         attached.set_exception(std::current_exception());
         leave();
@@ -290,9 +288,6 @@ void Shard::obey(const Command& command) {
             break;
         case CommandKind::cancel:
             pipeline_->cancel_waiting(command.number);
-            break;
-        case CommandKind::drop:
-            pipeline_->drop(command.number);
             break;
         case CommandKind::reset_stats:
             pipeline_->reset_stats();

@@ -34,7 +34,6 @@ class Shard : public std::enable_shared_from_this<Shard> {
     std::unique_ptr<Part> take_spare();
     void submit(std::unique_ptr<Part> part);
     void cancel_waiting(std::uint64_t transfer_id);
-    void drop(std::uint64_t slot);
 
     // For a thread that hangs in the kernel (a submission may, on some file systems): does on the
     // calling thread what must not wait for it, which is to end rows whose time has passed. Does
@@ -68,7 +67,7 @@ class Shard : public std::enable_shared_from_this<Shard> {
     const std::string& backend_reason() const noexcept { return backend_reason_; }
 
   private:
-    enum class CommandKind : std::uint8_t { submit, cancel, drop, reset_stats };
+    enum class CommandKind : std::uint8_t { submit, cancel, reset_stats };
     struct Command {
         CommandKind kind;
         std::uint64_t number = 0;

@@ -20,7 +20,7 @@ std::uint64_t record_checksum(const SlotRecord& record) noexcept {
 
 std::uint64_t payload_seed(const Key& key, std::uint64_t slot, std::uint64_t sequence,
                            std::uint64_t epoch) noexcept {
-    if (canary == 22) return 0;
+    if (canary == 21) return 0;
     struct {
         std::array<std::byte, key_bytes_max> key;
         std::uint64_t length, slot, sequence, epoch;

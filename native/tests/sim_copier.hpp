@@ -69,7 +69,7 @@ class SimCopier final : public Copier {
     }
 
     const char* name() const noexcept override { return "sim"; }
-    void attach(std::function<void()> wake) override { wake_ = std::move(wake); }
+    void attach() override {}
     bool hashes() const noexcept override { return hashes_; }
     std::uint32_t depth() const noexcept override { return depth_; }
     std::uint32_t active() const noexcept { return static_cast<std::uint32_t>(active_.size()); }
@@ -197,7 +197,6 @@ class SimCopier final : public Copier {
     io::SimRandom random_;
     std::function<std::int64_t()> now_ns_;
     SimCopierFaults faults_;
-    std::function<void()> wake_;
     std::vector<Active> active_;
     std::vector<Event> events_;
     std::uint64_t event_last_ = 0;

@@ -105,13 +105,6 @@ class SlotModel {
         return note;
     }
 
-    void dropped(std::uint64_t index) {
-        Slot& slot = slots_[index];
-        ++slot.changes;
-        slot.certain = false;
-        slot.must_miss = slot.stores_open == 0;
-    }
-
     void released(std::uint64_t index) {
         Slot& slot = slots_[index];
         verdict_.expect(slot.quarantined, "a slot is released that was not quarantined", index);

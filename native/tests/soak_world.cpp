@@ -197,7 +197,7 @@ void World::open() {
         device_->layout(), buffers_ * options_.rows_per_buffer, random_.next(),
         [this] { return now(); }, hashes,
         harm_ == Harm::none ? SimCopierFaults{} : SimCopierFaults::all());
-    copier_->attach([this] { disk_->wake(); });
+    copier_->attach();
     disk_->set_neighbour([this] { return copier_->next_event_ns(); });
     pipeline_ =
         std::make_unique<Pipeline>(options_, *ring_, *records_, staging_->span(), *disk_, *copier_,
@@ -247,11 +247,6 @@ void World::disturb() {
         thaw_at_ns_ = now() + random_.between(20'000'000, 300'000'000);
     }
     if (harm_ != Harm::none && random_.below(50'000) == 0) disk_->freeze();
-    if (random_.below(300) == 0) {
-        const std::uint64_t slot = random_.below(slot_count_);
-        model_->dropped(slot);
-        pipeline_->drop(slot);
-    }
     if (random_.below(300) == 0 && transfer_last_ > 0) {
         const std::uint64_t back = random_.below(std::min<std::uint64_t>(transfer_last_, 8));
         pipeline_->cancel_waiting(transfer_last_ - back);

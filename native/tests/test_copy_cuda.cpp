@@ -102,7 +102,7 @@ CudaCopierOptions options_of(Device& device) {
 
 std::unique_ptr<Copier> attached(Device& device, const CudaCopierOptions& options) {
     auto copier = make_cuda_copier(device.layout(), options);
-    copier->attach([] {});
+    copier->attach();
     return copier;
 }
 
@@ -353,7 +353,7 @@ TEST_CASE("cuda copier: everything is given back, also when attaching fails half
             CHECK(fake_cuda_live("context", 1) == 1);
             if (*call != '\0' && skipped == 0) {
                 try {
-                    copier->attach([] {});
+                    copier->attach();
                     FAIL("attached");
                 } catch (const std::system_error& error) {
                     CHECK(error.code().value() == ENOMEM);
@@ -361,7 +361,7 @@ TEST_CASE("cuda copier: everything is given back, also when attaching fails half
                 }
             } else {
                 try {
-                    copier->attach([] {});
+                    copier->attach();
                 } catch (const std::system_error&) {
                 }
             }
