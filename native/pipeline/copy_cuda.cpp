@@ -11,7 +11,7 @@
 //   * A copy ends when the event behind it has happened, or when the driver says that the context
 //   is
 //     broken, in which case nothing of it runs any more.
-//   * A copy cannot be cancelled.
+//   * A copy can be cancelled until the device has it, and not afterwards.
 #include "pipeline/copy_cuda.hpp"
 
 #include <algorithm>
@@ -65,13 +65,25 @@ class Circle {
     bool empty() const noexcept { return count_ == 0; }
     bool full() const noexcept { return count_ == entries_.size(); }
     T& front() noexcept { return entries_[first_]; }
-    T& push() noexcept { return entries_[(first_ + count_++) % entries_.size()]; }
+    T& push() noexcept { return at(count_++); }
     void pop() noexcept {
         first_ = (first_ + 1) % entries_.size();
         --count_;
     }
+    // Takes out the first entry that matches; false: there is none. The others keep their order.
+    template <typename Predicate>
+    bool remove(Predicate matches) {
+        std::size_t i = 0;
+        while (i < count_ && !matches(at(i))) ++i;
+        if (i == count_) return false;
+        for (; i + 1 < count_; ++i) at(i) = std::move(at(i + 1));
+        --count_;
+        return true;
+    }
 
   private:
+    T& at(std::size_t i) noexcept { return entries_[(first_ + i) % entries_.size()]; }
+
     std::vector<T> entries_;
     std::size_t first_ = 0;
     std::size_t count_ = 0;
@@ -201,7 +213,11 @@ class CudaCopier final : public Copier {
         return next;
     }
 
-    bool cancel(std::uint64_t) override { return false; }
+    bool cancel(std::uint64_t id) override {
+        return std::ranges::any_of(lanes_, [id](Lane& lane) {
+            return lane.waiting.remove([id](const Copy& copy) { return copy.id == id; });
+        });
+    }
 
   private:
     bool batches_copies() const noexcept {

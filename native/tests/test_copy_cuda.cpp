@@ -291,6 +291,47 @@ TEST_CASE("cuda copier: an event is asked, and fails alone") {
     CHECK_FALSE(copier->cancel(1));
 }
 
+TEST_CASE("cuda copier: a copy can be cancelled until the device has it") {
+    fake_cuda_reset(8, 0);
+    Device device({4096});
+    const auto copier = attached(device, options_of(device));
+    std::memset(device.buffers().data(), 7, device.buffers().size());
+    void* const event = fake_cuda_make_event(600);
+    device.fill_block(9, 9);
+    const auto start = [&](std::uint64_t id, CopyDirection direction) {
+        copier->start({.id = id,
+                       .block_id = id,
+                       .buffer = device.buffer(id),
+                       .direction = direction,
+                       .event = direction == CopyDirection::scatter
+                                    ? reinterpret_cast<std::uint64_t>(event)
+                                    : 0});
+    };
+    for (const std::uint64_t id : {1, 2, 3}) start(id, CopyDirection::gather);
+    start(9, CopyDirection::scatter);
+    CHECK(copier->cancel(2));
+    CHECK_FALSE(copier->cancel(2));
+    CHECK(copier->cancel(9));
+    fake_cuda_freeze(1);
+    std::array<CopyCompletion, 3> none;
+    CHECK(copier->reap(none) == 0);  // the device has them now
+    CHECK_FALSE(copier->cancel(1));
+    fake_cuda_freeze(0);
+    fake_cuda_set_event(event, 0);
+    const auto done = reap(*copier, 2);
+    REQUIRE(done.size() == 2);
+    CHECK(done[0].id == 1);
+    CHECK(done[1].id == 3);
+    CHECK(copier->look_at_ns() == Copier::never_look);
+    CHECK(device.buffer(2)[0] == std::byte{7});
+    CHECK_FALSE(device.buffer_holds(9, 9));
+    // Their places are free: as many as ever may be started.
+    for (std::uint64_t id = 0; id < buffer_count; ++id) {
+        copier->start({.id = id + 100, .block_id = id, .buffer = device.buffer(id)});
+    }
+    CHECK(reap(*copier, buffer_count).size() == buffer_count);
+}
+
 TEST_CASE("cuda copier: a scatter writes only after its event, and no gather waits for it") {
     for (const std::uint64_t kernel_below_bytes : {std::uint64_t{0}, std::uint64_t{1} << 20}) {
         fake_cuda_reset(6, 0);
