@@ -466,6 +466,7 @@ class TierWorker:
             "direct_reason": first.file.reason,
             "backend": stats["backend"],
             "backend_reason": stats["backend_reason"],
+            "backend_note": stats["backend_note"],
             "notes": [note for path in self._paths.values() for note in path.file.notes],
         }
 

@@ -49,9 +49,11 @@ struct Completion {
 struct BackendOptions {
     std::vector<int> files;  // borrowed: open until the backend is destroyed
     std::vector<std::span<std::byte>>
-        areas;                 // memory to register; each at most area_bytes_max, page-aligned
-    std::uint32_t depth = 32;  // most requests in flight, 1..4096
-    bool force_async = false;  // never let a submission run the I/O inline (FUSE, NFS)
+        areas;  // memory to register; each at most area_bytes_max, page-aligned
+    // So many of the last areas are left unregistered rather than all of them.
+    std::size_t areas_dispensable = 0;
+    std::uint32_t depth = 32;        // most requests in flight, 1..4096
+    bool force_async = false;        // never let a submission run the I/O inline (FUSE, NFS)
     bool force_async_reads = false;  // nor queue reads behind one another (tmpfs)
 };
 
@@ -62,7 +64,7 @@ struct BackendStats {
     std::uint64_t submit_retries = 0;  // EINTR, EAGAIN, EBUSY answered by another try
     std::uint64_t overflows = 0;       // completion-queue overflows seen and flushed
     std::uint64_t unknown_completions = 0;
-    bool areas_registered = false;
+    bool areas_registered = false;  // apart from dispensable ones
     bool files_registered = false;
     std::string note;  // one sentence: what could not be had, why, how to allow it
 };

@@ -124,6 +124,7 @@ class Uring final : public Backend {
     OwnedFiles files_;
     UringRing ring_;
     std::size_t area_count_;
+    std::size_t areas_registered_ = 0;  // the first ones
     std::vector<Slot> slots_;
     FixedQueue<std::uint16_t> free_;
     FixedQueue<std::uint16_t> pending_;
@@ -162,7 +163,8 @@ Uring::Uring(const BackendOptions& options, const UringTuning& tuning)
     require(depth_ >= 1 && depth_ <= depth_max, "depth is within 1..4096");
     for (std::uint32_t i = 0; i < depth_; ++i) free_.push(static_cast<std::uint16_t>(i));
     stats_.files_registered = ring_.register_files(files_.descriptors());
-    stats_.areas_registered = ring_.register_areas(options.areas);
+    areas_registered_ = ring_.register_areas(options.areas, options.areas_dispensable);
+    stats_.areas_registered = areas_registered_ > 0;
     stats_.note = ring_.note();
     wake_descriptor_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake_descriptor_ < 0) throw std::system_error(errno, std::system_category(), "eventfd");
@@ -232,7 +234,7 @@ void Uring::fill_submission_queue(bool arm_wake) noexcept {
 
 void Uring::prepare(io_uring_sqe* entry, Slot& slot) noexcept {
     const Request& request = slot.request;
-    const bool fixed_area = request.area != area_none && stats_.areas_registered;
+    const bool fixed_area = request.area < areas_registered_;
     const int operation = request.op == Op::read
                               ? (fixed_area ? IORING_OP_READ_FIXED : IORING_OP_READ)
                               : (fixed_area ? IORING_OP_WRITE_FIXED : IORING_OP_WRITE);

@@ -56,9 +56,15 @@ std::string memlock_limit() {
     return readable_bytes(limit.rlim_cur);
 }
 
-std::string areas_note(int error, std::uint64_t bytes) {
-    std::string note = "the buffers could not be registered with io_uring (" +
-                       std::string(std::strerror(error)) + "), so each I/O pins its own pages: ";
+std::uint64_t bytes_of(std::span<const std::span<std::byte>> areas) noexcept {
+    std::uint64_t bytes = 0;
+    for (const std::span<std::byte> area : areas) bytes += area.size();
+    return bytes;
+}
+
+std::string areas_note(const std::string& what, int error, std::uint64_t bytes) {
+    const std::string note = what + " could not be registered with io_uring (" +
+                             std::strerror(error) + "), so each I/O pins its own pages: ";
     if (error == ENOMEM) {
         return note + "they need " + readable_bytes(bytes) +
                " of locked memory, RLIMIT_MEMLOCK is " + memlock_limit() +
@@ -155,20 +161,29 @@ bool UringRing::register_files(std::span<const int> descriptors) {
     return files_registered_;
 }
 
-bool UringRing::register_areas(std::span<const std::span<std::byte>> areas) {
-    if (areas.empty()) return false;
-    std::vector<iovec> vectors;
-    std::uint64_t bytes = 0;
-    for (const std::span<std::byte> area : areas) {
-        vectors.push_back({area.data(), area.size()});
-        bytes += area.size();
+std::size_t UringRing::register_areas(std::span<const std::span<std::byte>> areas,
+                                      std::size_t dispensable) {
+    if (areas.empty()) return 0;
+    int result = try_areas(areas);
+    if (result >= 0) return areas.size();
+    const std::size_t needed = areas.size() - dispensable;
+    if (dispensable > 0 && needed > 0) {
+        note_ = areas_note("the blocks' own memory", -result, bytes_of(areas));
+        result = try_areas(areas.first(needed));
+        if (result >= 0) return needed;
     }
-    // All in one call: the kernel takes all of them or, after an error, none.
+    note_ = areas_note("the buffers", -result, bytes_of(areas.first(needed)));
+    return 0;
+}
+
+// All in one call: the kernel takes all of them or, after an error, none.
+int UringRing::try_areas(std::span<const std::span<std::byte>> areas) {
+    std::vector<iovec> vectors;
+    for (const std::span<std::byte> area : areas) vectors.push_back({area.data(), area.size()});
     const int result =
         io_uring_register_buffers(&ring_, vectors.data(), static_cast<unsigned>(vectors.size()));
-    if (result < 0) note_ = areas_note(-result, bytes);
     areas_registered_ = result >= 0;
-    return areas_registered_;
+    return result;
 }
 
 void UringRing::enable() {

@@ -28,9 +28,13 @@ class UringRing {
     UringRing(const UringRing&) = delete;
     UringRing& operator=(const UringRing&) = delete;
 
-    // Both return true when all are registered; otherwise none is and `note` says why.
+    // True when all are registered; otherwise none is and `note` says why.
     bool register_files(std::span<const int> descriptors);
-    bool register_areas(std::span<const std::span<std::byte>> areas);
+
+    // How many of the first areas are registered: all, all but the dispensable last ones, or none;
+    // `note` says why not all.
+    std::size_t register_areas(std::span<const std::span<std::byte>> areas,
+                               std::size_t dispensable);
 
     // Binds the ring to the calling thread. Throws std::system_error.
     void enable();
@@ -68,6 +72,7 @@ class UringRing {
     }
 
   private:
+    int try_areas(std::span<const std::span<std::byte>> areas);
     void open(std::uint32_t requests, const UringTuning& tuning);
     void verify_permitted();
 

@@ -125,6 +125,7 @@ Shard::Shard(const EngineOptions& options, std::uint32_t index,
     backend_options.areas.push_back(record_staging_.span());
     if (options.direct_stores || options.direct_loads) {
         pipeline.direct_areas = direct_areas(options.layout);
+        backend_options.areas_dispensable = pipeline.direct_areas.size();
         backend_options.areas.insert(backend_options.areas.end(), pipeline.direct_areas.begin(),
                                      pipeline.direct_areas.end());
     }

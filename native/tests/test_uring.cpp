@@ -304,6 +304,26 @@ TEST_CASE("A26: memory that cannot be registered is used unregistered, whichever
     }
 }
 
+TEST_CASE("A26: memory that may stay unregistered does not take the rest along") {
+    const Memory buffers(1 << 20);
+    const MappedFile mapped(2 << 20);
+    const TemporaryFile file(block_bytes);
+    auto backend = io::make_uring({.files = {file.descriptor()},
+                                   .areas = {buffers.span(), mapped.span()},
+                                   .areas_dispensable = 1});
+    backend->attach();
+    const io::BackendStats stats = backend->stats();
+    CHECK(stats.areas_registered);
+    CHECK(stats.note.find("the blocks' own memory") != std::string::npos);
+    CHECK(stats.note.find("3 MiB") != std::string::npos);
+    for (const std::span<std::byte> area : {buffers.span(), mapped.span()}) {
+        const std::uint16_t index = area.data() == mapped.span().data() ? 1 : 0;
+        CHECK(perform(*backend,
+                      {.id = index + 1U, .data = area.data(), .length = 512, .area = index}) ==
+              512);
+    }
+}
+
 TEST_CASE("A26: registered memory is unpinned as soon as the backend is gone") {
     const std::uint64_t pinned_before_kib = pinned_kib();
     Memory memory(4 << 20);
