@@ -78,9 +78,15 @@ class FileReport:
 class Pace:
     """No more than ``bytes_per_s`` over all threads; 0 is no limit."""
 
-    def __init__(self, bytes_per_s: int, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        bytes_per_s: int,
+        stop: threading.Event,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._bytes_per_s = bytes_per_s
         self._stop = stop
+        self._clock = clock
         self._lock = threading.Lock()
         self._free_at_s = 0.0
 
@@ -89,9 +95,9 @@ class Pace:
         if self._bytes_per_s == 0:
             return
         with self._lock:
-            begin_s = max(self._free_at_s, time.monotonic())
+            begin_s = max(self._free_at_s, self._clock())
             self._free_at_s = begin_s + size_bytes / self._bytes_per_s
-        self._stop.wait(max(0.0, begin_s - time.monotonic()))
+        self._stop.wait(max(0.0, begin_s - self._clock()))
 
 
 @dataclass(frozen=True)

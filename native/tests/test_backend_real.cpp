@@ -344,7 +344,7 @@ TEST_CASE("A18: an abandoned backend goes at once, although its I/O hangs") {
                 took_ns = real_now_ns() - begun_ns;
             });
             user.join();
-            CHECK(took_ns < 200'000'000);
+            CHECK(took_ns < 2'000'000'000);  // less than a drain waits
         }
     }
 }
