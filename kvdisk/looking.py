@@ -57,6 +57,8 @@ def require_directory(path: Path) -> None:
         os.close(open_directory(path))
     except NotADirectoryError:
         raise ConfigError(f"{path} is not a directory: name a cache's directory.") from None
+    except PermissionError as error:
+        raise ConfigError(f"{path}: {error.strerror}. Run it as the cache's user.") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         raise ConfigError(f"{path}: {reason}. Name a cache's directory.") from None

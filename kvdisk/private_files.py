@@ -87,6 +87,8 @@ def _make_directory(path: Path, name: str | Path, parent: int | None) -> bool:
     except FileExistsError:
         return False
     except FileNotFoundError as error:
+        if path.parent.exists():  # /proc takes no directories and says so in these words
+            raise
         raise ConfigError(
             f"{path.parent} does not exist: make it, or mount the disk that should be there."
         ) from error

@@ -114,7 +114,8 @@ def no_room(
 ) -> DeviceError:
     """What to say and to do where ``missing_bytes`` of ``size_bytes`` cannot be had."""
     error = error or OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    need = f"{display_size(missing_bytes)} more needed ({display_size(size_bytes)} in all)"
+    in_all = "" if missing_bytes == size_bytes else f" ({display_size(size_bytes)} in all)"
+    need = f"{display_size(missing_bytes)} more needed{in_all}"
     free = f"{display_size(answer.f_bavail * answer.f_frsize)} free"
     kept_bytes = (answer.f_bfree - answer.f_bavail) * answer.f_frsize
     if kept_bytes > 0:

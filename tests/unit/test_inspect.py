@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -24,6 +25,7 @@ from caches import (
 
 from kvdisk import looking
 from kvdisk.cleanup import find
+from kvdisk.errors import ConfigError
 from kvdisk.looking import lock_of
 from kvdisk.rank_file import RankFile
 from kvdisk.slot_records import RECORD, RecordState, as_records, payload_matches, record_states
@@ -145,6 +147,15 @@ def test_trouble_is_a_problem_of_that_rank_and_exit_status_1(
     (found,) = kvdisk_json("inspect", directory, status=1)["namespaces"]
     assert found["ranks"][0]["problem"].startswith(problem)
     assert found["slots_recoverable"] == {"1": None}
+
+
+def test_another_user_s_cache_is_told_with_what_to_do(tmp_path: Path) -> None:
+    refused = PermissionError(errno.EACCES, "Permission denied")
+    with (
+        mock.patch.object(looking, "open_directory", side_effect=refused),
+        pytest.raises(ConfigError, match="Run it as the cache's user"),
+    ):
+        looking.require_directory(tmp_path)
 
 
 def test_leftovers_strangers_and_a_lost_identity_are_named(tmp_path: Path) -> None:

@@ -131,6 +131,8 @@ def test_a_root_is_made_but_nothing_above_it(directory: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist: make it, or mount the disk"):
         open_rank(directory / "not-mounted" / "root" / "namespace")
     assert not directory.parent.exists()
+    with pytest.raises(DeviceError, match="open directory /proc/namespace: No such file"):
+        open_rank(Path("/proc/namespace"))
 
 
 @as_root
