@@ -202,6 +202,22 @@ class Storm:
         self.rig = self.open()
         self.take(0)
 
+    def meet(self, direction: Direction, **faults: int) -> None:
+        """A transfer while both disks have ``faults``, however chance and the machine were."""
+        self.all_well()
+        keys = keys_of(range(6000, 6004))
+        if direction is Direction.LOAD:
+            assert self.rig.store(keys, self.generation) == ok(4)
+        for disk in self.disks:
+            disk.faults.set(**faults)
+        submit = self.rig.submit_load if direction is Direction.LOAD else self.rig.submit_store
+        transfer_id = submit(keys)
+        self.lanes[transfer_id] = 0
+        until = time.monotonic() + PATIENCE_S
+        while transfer_id in self.lanes:
+            assert time.monotonic() < until, "a transfer did not end"
+            self.take(0.05)
+
     def end(self) -> Totals:
         self.all_well()
         self.rig.tier.clear(timeout_s=PATIENCE_S)
@@ -235,6 +251,9 @@ def campaign(steps: int, seed: int, directory: Path, *, progress: bool = False) 
                 print(f"seed={seed} step={step}: {error}", file=sys.stderr)
             if progress and (step + 1) % 1000 == 0:
                 print(f"{step + 1} steps, {storm.totals.wrong} wrong", flush=True)
+        storm.meet(Direction.STORE, write_hangs=1)
+        storm.meet(Direction.LOAD, read_hangs=1)
+        storm.meet(Direction.LOAD, flips=1)
         return storm.end()
 
 

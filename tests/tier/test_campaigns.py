@@ -82,8 +82,7 @@ def test_two_disks_that_fail_hang_and_lie_give_right_bytes_or_misses(tmp_path: P
     assert totals.restarts > 0
     for direction in Direction:
         assert totals.of(direction, RowStatus.OK) > 100, "or it would prove nothing"
-    # Which direction a hang meets, the machine's pace decides.
-    assert sum(totals.of(direction, RowStatus.TIMED_OUT) for direction in Direction) > 0
+        assert totals.of(direction, RowStatus.TIMED_OUT) > 0
     assert totals.of(Direction.LOAD, RowStatus.CORRUPT) > 0
 
 
