@@ -58,15 +58,3 @@ def test_first_calls_answered_otherwise_still_choose_io_uring(
         before=[*strace, "inject=io_uring_enter:error=EAGAIN:when=1..4"],
         expect={"backend": "uring"},
     )
-
-
-def test_a_timer_that_interrupts_every_five_milliseconds(run_native: RunNative) -> None:
-    run_native("A29: 10?000*")
-
-
-def test_more_in_flight_than_the_completion_queue_holds(run_native: RunNative) -> None:
-    run_native("A29: more in flight*")
-
-
-def test_submissions_never_taken_fail_in_bounded_time(run_native: RunNative) -> None:
-    run_native("A29: what the kernel never takes*")
