@@ -11,6 +11,7 @@ VENV ?= .venv
 OPS ?= 20000000
 SEED ?= 1
 PYTEST ?=
+JOBS ?= 2
 export PYTHON
 
 python := $(VENV)/bin/python
@@ -73,9 +74,9 @@ gpu: setup  ## On a machine with a GPU: run the tests that need one, then measur
 # --- Checking it --------------------------------------------------------------------------------
 
 .PHONY: test faults native-test lint format sanitize soak tier-soak canaries
-test: setup build/native-tests/stamp-configured  ## Run all tests, the native ones included (PYTEST="-k name" selects)
+test: setup build/native-tests/stamp-configured  ## Run all tests, the native ones included, JOBS at once (PYTEST="-k name" selects)
 	cmake --build build/native-tests --target native_tests
-	$(python) -m pytest $(PYTEST)
+	$(python) -m pytest --numprocesses $(JOBS) --dist loadgroup $(PYTEST)
 
 faults: setup  ## Run the tests that break disks and processes
 	$(python) -m pytest tests/faults $(PYTEST)

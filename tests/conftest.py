@@ -14,11 +14,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.geteuid() == 0:
-        return
     for item in items:
-        if item.get_closest_marker("root") is not None:
+        needs_root = item.get_closest_marker("root") is not None
+        if needs_root and os.geteuid() != 0:
             item.add_marker(pytest.mark.skip(reason="needs root"))
+        # What mounts, freezes disks, has limits as another user, or counts what a machine does.
+        if needs_root or item.get_closest_marker("cost") is not None:
+            item.add_marker(pytest.mark.xdist_group("one at a time"))
 
 
 @pytest.fixture(scope="session")
