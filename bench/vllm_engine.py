@@ -71,7 +71,7 @@ class Documents:
             "question_s": question_s,
             "cached_tokens": sum(each.num_cached_tokens for each in second),
             "prompt_tokens": documents * (self.tokens + QUESTION_TOKENS),
-            "answers": digest(first) + digest(second),
+            "answers": [digest(each) for each in [*first, *second]],
             "counted_warm_up": difference(before, between),
             "counted_question": difference(between, after),
         }
@@ -93,10 +93,10 @@ def difference(before: dict[str, float], after: dict[str, float]) -> dict[str, f
     return {name: value for name, value in changed.items() if value}
 
 
-def digest(outputs: list[Any]) -> str:
+def digest(output: Any) -> str:
     """Of the tokens that were answered."""
-    tokens = [list(each.outputs[0].token_ids) for each in outputs]
-    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
+    tokens = list(output.outputs[0].token_ids)
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:8]
 
 
 def main() -> None:

@@ -44,10 +44,8 @@ class PrefillMeter:
 
     def __init__(self) -> None:
         self._meter = RateMeter()
-        self._under_way: deque[int] = deque(maxlen=_STEPS_AHEAD)  # tokens of each step
+        self._under_way: deque[tuple[int, float]] = deque(maxlen=_STEPS_AHEAD)
         self._largest = 0.0
-        self._tokens = 0  # given to the GPU since ``_began_s``
-        self._began_s = 0.0
         self._ended_s = -math.inf
 
     @property
@@ -58,25 +56,22 @@ class PrefillMeter:
     @property
     def tokens_under_way(self) -> int:
         """Of the steps whose output is not here yet."""
-        return sum(self._under_way)
+        return sum(tokens for tokens, _ in self._under_way)
 
     def began(self, tokens: int, now_s: float) -> None:
         """A step of so many tokens of prompts, after all before it."""
-        if self._tokens and self._ended_s > self._began_s:
-            self._largest = max(_FORGETTING * self._largest, float(self._tokens))
-            if self._tokens >= _FULL_STEP * self._largest:
-                self._meter.add(self._tokens, self._ended_s - self._began_s)
-            self._tokens = 0
-        if not self._tokens:
-            self._began_s = now_s
-        self._tokens += tokens
-        self._under_way.append(tokens)
+        self._under_way.append((tokens, now_s))
 
     def ended(self, now_s: float) -> None:
-        """The output of a step, of this one or the one before."""
+        """The output of the first step under way is here."""
+        if not self._under_way:
+            return
+        tokens, began_s = self._under_way.popleft()
+        seconds = now_s - max(began_s, self._ended_s)
         self._ended_s = now_s
-        if self._under_way:
-            self._under_way.popleft()
+        self._largest = max(_FORGETTING * self._largest, float(tokens))
+        if tokens and tokens >= _FULL_STEP * self._largest:
+            self._meter.add(tokens, seconds)
 
 
 @dataclass
@@ -167,7 +162,7 @@ class LoadPlanner:
         self._steps.began(sum(count for count in tokens.values() if count > 1), now_s)
 
     def step_ended(self, now_s: float) -> None:
-        """The output of a step is here."""
+        """The output of the first step under way is here. Once for each that began."""
         self._steps.ended(now_s)
 
     def measured_loads(self, bytes_per_s: float, now_s: float) -> None:

@@ -73,16 +73,22 @@ class PartialLoads:
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)  # type: ignore[misc]
         loaded = connector_output.finished_recving or ()
-        self.ask_planner(lambda it: self._step_ended(it, loaded, time.monotonic()), None)
+        self.ask_planner(lambda it: self._progressed(it, loaded, time.monotonic()), None)
 
-    def _step_ended(self, planner: LoadPlanner, loaded: Iterable[str], now_s: float) -> None:
-        planner.step_ended(now_s)
+    def _progressed(self, planner: LoadPlanner, loaded: Iterable[str], now_s: float) -> None:
         for request_id in loaded:
             planner.load_ended(request_id)
         rate = self._load_rate()
         if rate is not None and rate != self._load_rate_seen:
             self._load_rate_seen = rate
             planner.measured_loads(rate, now_s)
+
+    def take_events(self) -> Iterable[Any]:
+        """The only call of vLLM's for every step whose output is there."""
+        now_s = time.monotonic()
+        self.ask_planner(lambda it: it.step_ended(now_s), None)
+        events: Iterable[Any] = super().take_events()  # type: ignore[misc]
+        return events
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
         self.ask_planner(lambda it: it.gone(request.request_id), None)

@@ -102,6 +102,10 @@ class Base:
     def update_connector_output(self, connector_output: Any) -> None:
         self.called.append("update_connector_output")
 
+    def take_events(self) -> list[str]:
+        self.called.append("take_events")
+        return ["event"]
+
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         self.called.append("request_finished")
         return False, None
@@ -126,14 +130,16 @@ def test_each_of_vllms_calls_reaches_vllm_too(works: bool, monkeypatch: pytest.M
         for name in ("arrived", "step_began", "step_ended", "gone"):
             monkeypatch.setattr(planner, name, broken)
     made.on_new_request(REQUEST)
-    assert made.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"one": 100})) == "meta"
+    assert made.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"one": 1})) == "meta"
     for _ in range(2):
         made.update_connector_output(SimpleNamespace(finished_recving={"one"}))
+    assert made.take_events() == ["event"]
     assert made.request_finished(REQUEST, []) == (False, None)
     assert made.called == [
         "on_new_request",
         "build_connector_meta",
         *["update_connector_output"] * 2,
+        "take_events",
         "request_finished",
     ]
     if works:  # the rate has come through: as much as the disk gives until half the deadline
