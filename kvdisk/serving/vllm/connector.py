@@ -88,18 +88,13 @@ class KVDiskConnectorWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         self._failed_blocks: set[int] = set()
 
     def begin_loads(self, metadata: KVDiskMetadata) -> None:
-        """Those that the step does not wait for, before the GPU is given the step.
+        """Before the GPU is given the step; none of them is for this step.
 
-        A load's blocks may be in use until the steps before have ended; behind this one's, as vLLM
-        has it, a load would take a step longer.
+        A load's blocks may be in use until the steps before have ended; behind this one, where vLLM
+        begins loads, a load would take a step longer.
         """
-        early = {
-            job_id: job
-            for job_id, job in metadata.load_jobs.items()
-            if not getattr(job, "sync", False)  # since vLLM 0.33
-        }
-        metadata.load_jobs = {k: v for k, v in metadata.load_jobs.items() if k not in early}
-        self.start_kv_transfers(OffloadingConnectorMetadata(early, {}, set()))
+        self.start_kv_transfers(metadata)
+        metadata.load_jobs = {}
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         requests = dict(self._load_jobs)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
@@ -35,6 +36,8 @@ _VLLM_OPTIONS: Final = frozenset(
     }
 )
 _WEIGHTS: Final = "weights"
+# What a disk reads during a step of the GPU, which loads wait for in the ring.
+_RING_OF_A_GPU: Final = "1GiB"
 
 logger = init_logger("vllm.kvdisk")
 
@@ -104,6 +107,8 @@ def _tier_config(config: OffloadingConfig, why_not_kept: str | None) -> TierConf
         for name, value in config.extra_config.items()
         if name not in _VLLM_OPTIONS and name != _WEIGHTS
     }
+    if current_platform.is_cuda_alike():
+        options.setdefault("ring", _RING_OF_A_GPU)
     keep_nothing_if(why_not_kept, options)
     return share_of_replica(TierConfig.from_mapping(options), config)
 

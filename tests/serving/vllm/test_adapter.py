@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 import kvdisk.serving.vllm
 from kvdisk import ConfigError
 from kvdisk.messages import RankReport, RankResult, Transfer
+from kvdisk.serving.vllm import spec
 from kvdisk.serving.vllm.connector import KVDiskConnectorWorker, KVDiskMetadata
 from kvdisk.serving.vllm.identity import chosen_backends, known_weights
 from kvdisk.serving.vllm.manager import KVDiskLoadStoreSpec, KVDiskManager
@@ -309,7 +310,7 @@ def test_loads_within_a_step_are_refused_at_start() -> None:
         KVDiskSpec(config, None)
 
 
-def test_loads_begin_before_the_gpu_is_given_the_step_but_for_those_it_waits_for() -> None:
+def test_loads_begin_before_the_gpu_is_given_the_step_and_once() -> None:
     submitted: list[int] = []
 
     def submit_load(job_id: int, source: Any, target: Any) -> bool:
@@ -321,11 +322,23 @@ def test_loads_begin_before_the_gpu_is_given_the_step_but_for_those_it_waits_for
     made._load_jobs = {}
     made._unsubmitted_store_jobs = []
     target = GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
-    jobs: dict[int, Any] = {
-        number: SimpleNamespace(req_id=str(number), src_spec=None, dst_spec=target, sync=sync)
-        for number, sync in ((1, False), (2, True))
-    }
-    metadata = KVDiskMetadata(jobs, {}, set())
+    job: Any = SimpleNamespace(req_id="one", src_spec=None, dst_spec=target, sync=False)
+    metadata = KVDiskMetadata({1: job}, {}, set())
     made.begin_loads(metadata)
     assert submitted == [1]
-    assert list(metadata.load_jobs) == [2]
+    made.start_kv_transfers(metadata)  # as vLLM does when the step has been given to the GPU
+    assert submitted == [1]
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "asked", "ring"),
+    [(True, {}, 1 << 30), (False, {}, 256 << 20), (True, {"ring": "64MiB"}, 64 << 20)],
+)
+def test_a_gpu_has_a_ring_for_a_step(
+    on_gpu: bool, asked: dict[str, str], ring: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spec.current_platform, "is_cuda_alike", lambda: on_gpu)
+    monkeypatch.setattr(spec, "share_of_replica", lambda config, _: config)
+    extra = {"path": "/unused", "capacity": "4GiB", **asked}
+    made = spec._tier_config(SimpleNamespace(extra_config=extra), None)  # type: ignore[arg-type]
+    assert made.ring_bytes == ring
