@@ -86,7 +86,7 @@ void World::run_episode(std::uint64_t rows) {
     open();
     const std::uint64_t rows_end = rows_ended_ + rows;
     const std::uint64_t iterations_end = iterations_ + 1'000 * rows + 1'000'000;
-    while (rows_ended_ < rows_end) {
+    while (rows_ended_ < rows_end && !verdict_.hopeless()) {
         iterate(true);
         if (iterations_ > iterations_end) {
             verdict_.break_of("an episode makes no progress");
