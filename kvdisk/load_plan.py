@@ -32,8 +32,8 @@ _PROBE_S: Final = 0.05  # what finding a rate out may cost, by the last one know
 _FIRST_GUESS_BYTES_S: Final = 1e9
 _WORTH_IT: Final = 0.05  # of the time: "auto" leaves a hit whole for less than this
 _FULL_STEP: Final = 0.5  # of the largest step: smaller ones say little about the GPU's rate
-_FORGETTING: Final = 0.99  # of the largest step, at each one
-_STEPS_AHEAD: Final = 8  # more are never given to a GPU before the output of the first
+_FORGETTING: Final = 0.99  # of the largest step, at each one that has prompts in it
+_STEPS_AHEAD: Final = 64  # many more than are ever given to a GPU before the output of the first
 
 
 class PrefillMeter:
@@ -69,8 +69,10 @@ class PrefillMeter:
         tokens, began_s = self._under_way.popleft()
         seconds = now_s - max(began_s, self._ended_s)
         self._ended_s = now_s
+        if not tokens:
+            return
         self._largest = max(_FORGETTING * self._largest, float(tokens))
-        if tokens and tokens >= _FULL_STEP * self._largest:
+        if tokens >= _FULL_STEP * self._largest:
             self._meter.add(tokens, seconds)
 
 
@@ -138,11 +140,15 @@ class LoadPlanner:
             left = max(0.0, request.to_compute - more)
             self._set(request_id, request.to_load + more, left)
 
-    def settled(self, request_id: str, found_tokens: int) -> None:
-        """The engine goes on with a request, of which so many tokens need not be computed."""
+    def settled(self, request_id: str, found_tokens: int, left_tokens: int | None = None) -> None:
+        """The engine goes on with a request, of which so many tokens need not be computed.
+
+        ``left_tokens``: what it still has to compute, where that is known.
+        """
         request = self._requests.get(request_id)
         if request is not None:
-            request.missing = max(0.0, request.missing - found_tokens)
+            known = request.missing - found_tokens if left_tokens is None else left_tokens
+            request.missing = max(0.0, known)
             self._set(request_id, request.to_load - request.promised, request.missing)
             request.promised = 0.0
 
@@ -154,12 +160,19 @@ class LoadPlanner:
             request.promised = 0.0
 
     def step_began(self, tokens: Mapping[str, int], now_s: float) -> None:
-        """The GPU's next step computes so many tokens of each of these requests."""
+        """The GPU's next step computes so many tokens of each of these requests.
+
+        What goes beyond a prompt is answers, or drafts of them, which say nothing of prefill.
+        """
+        of_prompts = 0
         for request_id, count in tokens.items():
             request = self._requests.get(request_id)
             if request is not None and request.to_compute:
-                self._set(request_id, request.to_load, max(0.0, request.to_compute - count))
-        self._steps.began(sum(count for count in tokens.values() if count > 1), now_s)
+                computed = min(count, int(request.to_compute))
+                of_prompts += computed
+                request.missing = max(0.0, request.missing - computed)
+                self._set(request_id, request.to_load, request.to_compute - computed)
+        self._steps.began(of_prompts, now_s)
 
     def step_ended(self, now_s: float) -> None:
         """The output of the first step under way is here. Once for each that began."""

@@ -405,12 +405,14 @@ class TierWorker:
 
         Given when nothing is being read, or has been for a while: before, what is on its way has
         taken time and brought no bytes, so that the disk would look slow. A path whose engine was
-        replaced begins anew; what it did since is left out.
+        replaced begins anew.
         """
         moved, busy_ns = 0, 0
         now = {index: path.engine.load_progress() for index, path in self._paths.items()}
         for index, progress in now.items():
             before = self._progress.get(index, LoadProgress())
+            if progress.busy_ns < before.busy_ns or progress.bytes < before.bytes:
+                before = LoadProgress()
             if progress.busy_ns > before.busy_ns:
                 moved += progress.bytes - before.bytes
                 busy_ns = max(busy_ns, progress.busy_ns - before.busy_ns)

@@ -54,6 +54,20 @@ def test_the_rate_of_loads_is_measured_and_idle_time_is_not(tmp_path: Path) -> N
         assert rig.tier.load_rate() == rate
 
 
+def test_the_rate_of_loads_is_measured_after_a_clear_too(tmp_path: Path) -> None:
+    """It opens the path anew, and what was counted before does not stand against it."""
+    keys = keys_of(range(32))
+    with tier_rig(tmp_path / "kv", block_bytes=64 * KIB) as rig:
+        rig.store(keys)
+        for _ in range(5):
+            rig.load(keys)
+        rate = rig.tier.load_rate()
+        assert rig.tier.clear()
+        rig.store(keys)
+        rig.load(keys)
+        assert rig.tier.load_rate() != rate
+
+
 def test_load_progress_counts_bytes_and_busy_time(tmp_path: Path) -> None:
     with rig(tmp_path / "kv", slots=32, slot_bytes=64 * KIB) as disk:
         assert disk.store(range(32)) == ok(32)

@@ -8,13 +8,10 @@ import pytest
 
 from kvdisk.load_plan import LoadPlanner, PrefillMeter
 from kvdisk.rate_meter import RateMeter
-from tests.unit.overlapping_server import OverlappingServer
+from tests.unit.overlapping_server import STEP_TOKENS, TOKEN_BYTES, TOKENS, OverlappingServer
 
-TOKENS = 8192  # of a prompt, all of them on disk
-STEP_TOKENS = 8192
 CACHE_TOKENS = 8 * TOKENS
 GPU = 40_000.0  # tokens a second
-TOKEN_BYTES = 131072.0
 
 
 @dataclass
@@ -307,3 +304,73 @@ def test_a_disk_that_gives_nothing_is_no_error() -> None:
     assert not planner.busy("b", 0.2)
     planner.arrived("b", 8192)
     assert planner.tokens_to_load("b", 8000, 192, 0.2) == 0
+
+
+def _planner(rate: float = 1000.0) -> LoadPlanner:
+    """One token a byte; the disk gives ``rate`` a second, the GPU computes 10,000."""
+    planner = LoadPlanner("auto", token_bytes=1.0, queue_limit_s=100.0)
+    planner.arrived("warm", 10_000)
+    planner.step_began({"warm": 10_000}, 0.0)
+    planner.step_ended(1.0)
+    planner.gone("warm")
+    planner.measured_loads(rate, 1.0)
+    return planner
+
+
+def _asked_behind(planner: LoadPlanner) -> int:
+    """What another request would load: a tenth of what the GPU has to compute before it."""
+    planner.arrived("behind", 100_000)
+    wanted = planner.tokens_to_load("behind", 100_000, 0, 1.0)
+    planner.gone("behind")
+    assert wanted is not None
+    return wanted
+
+
+def test_answers_and_their_drafts_are_no_prefill() -> None:
+    planner = _planner()
+    planner.arrived("chat", 100)
+    now_s = 1.0
+    planner.step_began({"chat": 100}, now_s)
+    planner.step_ended(now_s)
+    for _ in range(2000):  # four tokens a step, 20 ms each
+        planner.step_began({"chat": 4}, now_s)
+        now_s += 0.02
+        planner.step_ended(now_s)
+    planner.measured_loads(1000.0, now_s)
+    planner.arrived("next", 8000)
+    assert planner.tokens_to_load("next", 8000, 0, now_s) == 0, "the GPU is ten times faster"
+
+
+def test_what_a_step_computes_is_done_also_when_a_request_goes_on_later() -> None:
+    """A session that waits for more of its prompt settles again, with nothing found."""
+    planner = _planner()
+    planner.arrived("session", 5000)
+    assert planner.tokens_to_load("session", 0, 5000, 1.0) == 0
+    planner.settled("session", 0)
+    assert _asked_behind(planner) == 500
+    planner.step_began({"session": 5000}, 1.0)
+    planner.step_ended(1.0)
+    planner.settled("session", 0)
+    assert _asked_behind(planner) == 0
+
+
+def test_what_did_not_load_is_to_be_computed_after_all() -> None:
+    planner = _planner(rate=100_000.0)
+    planner.arrived("failing", 5000)
+    assert planner.tokens_to_load("failing", 4900, 100, 1.0) == 4900
+    planner.load_began("failing", 4900)
+    planner.settled("failing", 4900)
+    planner.load_ended("failing")
+    planner.settled("failing", 0, left_tokens=4000)
+    planner.measured_loads(1000.0, 1.0)
+    assert _asked_behind(planner) == 400
+
+
+def test_more_steps_under_way_than_two_are_paired_with_their_outputs() -> None:
+    meter = PrefillMeter()
+    for _ in range(10):
+        meter.began(1000, 0.0)
+    for number in range(10):
+        meter.ended(0.1 * (number + 1))
+    assert meter.rate == pytest.approx(10_000)
+    assert meter.tokens_under_way == 0

@@ -39,7 +39,7 @@ from kvdisk import ConfigError
 from kvdisk.messages import Clear, RankOpened, RankReport
 from kvdisk.serving.vllm.manager import KVDiskManager
 from kvdisk.serving.vllm.partial_loads import PartialLoads
-from kvdisk.serving.vllm.spec import KVDiskSpec
+from kvdisk.serving.vllm.spec import KVDiskSpec, require_flush_before_zeroing
 from kvdisk.serving.vllm.worker import KVDiskWorker
 from kvdisk.tier import opening_line
 
@@ -132,6 +132,7 @@ class KVDiskConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         _require_recompute(vllm_config)
+        require_flush_before_zeroing(vllm_config, kv_cache_config)
         _name_spec(vllm_config)
         config = build_offloading_config(vllm_config, kv_cache_config)
         self._canonical_layout = False
@@ -204,15 +205,16 @@ class KVDiskConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
             return found, is_async
         config = self.connector_scheduler.config
         chunk = max(group.tokens_per_chunk for group in config.kv_group_configs)
+        at_most = min(found, max(wanted, chunk)) if wanted else 0
         answer: tuple[int | None, bool] = self.connector_scheduler.get_num_new_matched_tokens(
-            request, num_computed_tokens, max_num_new_tokens=max(wanted, chunk) if wanted else 0
+            request, num_computed_tokens, max_num_new_tokens=at_most
         )
         return answer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self.load_began(request.request_id, num_external_tokens)
-        self.settled(request.request_id, num_external_tokens)
+        self.settled(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)

@@ -56,8 +56,11 @@ class PartialLoads:
     def load_ended(self, request_id: str) -> None:
         self.ask_planner(lambda it: it.load_ended(request_id), None)
 
-    def settled(self, request_id: str, found_tokens: int) -> None:
-        self.ask_planner(lambda it: it.settled(request_id, found_tokens), None)
+    def settled(self, request: Any, found_tokens: int) -> None:
+        """As ``update_state_after_alloc`` says it: first what is found, then what came of it."""
+        done = request.num_computed_tokens
+        left = request.num_tokens - done if done else None
+        self.ask_planner(lambda it: it.settled(request.request_id, found_tokens, left), None)
 
     # --- what happens, as vLLM says it
 

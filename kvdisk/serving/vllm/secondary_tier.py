@@ -45,7 +45,11 @@ from kvdisk.serving.vllm.identity import (
 )
 from kvdisk.serving.vllm.metrics import counters_since, metric_definitions
 from kvdisk.serving.vllm.partial_loads import PartialLoads
-from kvdisk.serving.vllm.spec import keep_nothing_if, share_of_replica
+from kvdisk.serving.vllm.spec import (
+    keep_nothing_if,
+    require_flush_before_zeroing,
+    share_of_replica,
+)
 from kvdisk.tier import opening_line
 
 _UNKNOWN_CONTENT: Final = (
@@ -70,6 +74,7 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        require_flush_before_zeroing(vllm_config, kv_cache_config)
         _engine_config[:] = [vllm_config]
         try:
             super().__init__(vllm_config, role, kv_cache_config)
@@ -97,7 +102,7 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
             )
             if wanted is None:
                 return None, False
-            tier.allow(request_id, wanted)
+            tier.allow(request_id, num_computed_tokens, wanted)
         answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
@@ -107,7 +112,7 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if self._tier is not None:
             self._tier.forget_allowance(request.request_id)  # preempted, it is asked for anew
-        self.settled(request.request_id, num_external_tokens)
+        self.settled(request, num_external_tokens)
 
 
 class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
@@ -151,7 +156,7 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
             groups[0].tokens_per_block * offloading_spec.config.cache.blocks_per_chunk
         )
         self._keys_per_chunk = len(groups)
-        self._allowed: dict[str, int] = {}  # keys that a request may still have from here
+        self._allowed: dict[str, int] = {}  # up to which token a request may have what is here
 
     # --- how much of a prefix comes from the disk
 
@@ -167,10 +172,10 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
     def has_allowance(self, request_id: str) -> bool:
         return request_id in self._allowed
 
-    def allow(self, request_id: str, tokens: int) -> None:
+    def allow(self, request_id: str, begin_token: int, tokens: int) -> None:
         """A request may have so many tokens from the disk, a chunk at least unless it is none."""
         chunks = -(-tokens // self._chunk_tokens)
-        self._allowed[request_id] = chunks * self._keys_per_chunk
+        self._allowed[request_id] = begin_token + chunks * self._chunk_tokens
 
     def forget_allowance(self, request_id: str) -> None:
         self._allowed.pop(request_id, None)
@@ -184,11 +189,10 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         if self._waited.get(req_context.req_id):
             return _MISS  # what it still lacks is computed
         allowed = self._allowed.get(req_context.req_id)
-        if allowed == 0 or not self._tier.contains([key]):
+        end_token = req_context.get_offload_key_position(key)
+        if allowed is not None and end_token is not None and end_token > allowed:
             return _MISS
-        if allowed is not None:
-            self._allowed[req_context.req_id] = allowed - 1
-        return _HIT
+        return _HIT if self._tier.contains([key]) else _MISS
 
     @failsafe(lambda self, job_metadata: self._fail(job_metadata))
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -277,7 +281,7 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
             keys = list(job.keys)
             good = result.statuses == RowStatus.OK
             if is_load and self.partial_loads is not None:
-                self.partial_loads.load_ended(job.req_context.req_id)
+                self._tell_load_ended(job.req_context.req_id, self.partial_loads)
             if not is_load:
                 self._events.stored(key for key, ok in zip(keys, good.tolist(), strict=True) if ok)
                 good |= result.statuses == RowStatus.BUSY  # another store of it is under way
@@ -293,6 +297,12 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
                     transfer_bytes=len(moved) * self.block_size_bytes,
                 )
             )
+
+    def _tell_load_ended(self, request_id: str, told: PartialLoads) -> None:
+        """Once all loads of the request have."""
+        loads = (job for job, is_load in self._jobs.values() if is_load)
+        if all(job.req_context.req_id != request_id for job in loads):
+            told.load_ended(request_id)
 
     def _tell_removed(self) -> None:
         self._events.removed(OffloadKey(key) for key in self._tier.take_removed())

@@ -101,6 +101,22 @@ class KVDiskSpec(OffloadingSpec):  # type: ignore[misc]
         return self._worker
 
 
+def require_flush_before_zeroing(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Blocks that are still being stored must not be zeroed for their next request.
+
+    vLLM's newer model runner does that, for the models whose blocks it zeroes, before it tells a
+    connector to flush them (0.33, ``GPUModelRunner.update_requests``).
+    """
+    if (
+        getattr(vllm_config, "use_v2_model_runner", False)
+        and kv_cache_config.needs_kv_cache_zeroing
+    ):
+        raise ConfigError(
+            "this model's KV blocks are zeroed before they are used again, and vLLM's model runner "
+            "V2 does so while they may still be stored: set VLLM_USE_V2_MODEL_RUNNER=0."
+        )
+
+
 def _tier_config(config: OffloadingConfig, why_not_kept: str | None) -> TierConfig:
     options = {
         name: value

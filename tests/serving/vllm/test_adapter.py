@@ -342,3 +342,16 @@ def test_a_gpu_has_a_ring_for_a_step(
     extra = {"path": "/unused", "capacity": "4GiB", **asked}
     made = spec._tier_config(SimpleNamespace(extra_config=extra), None)  # type: ignore[arg-type]
     assert made.ring_bytes == ring
+
+
+@pytest.mark.parametrize(("runner_v2", "zeroes"), [(True, False), (False, True), (True, True)])
+def test_blocks_that_may_be_zeroed_while_they_are_stored_are_refused(
+    runner_v2: bool, zeroes: bool
+) -> None:
+    engine = SimpleNamespace(use_v2_model_runner=runner_v2)
+    caches = SimpleNamespace(needs_kv_cache_zeroing=zeroes)
+    if runner_v2 and zeroes:
+        with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+            spec.require_flush_before_zeroing(engine, caches)
+    else:
+        spec.require_flush_before_zeroing(engine, caches)
