@@ -152,10 +152,10 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         self.config = config
         self.partial_loads: PartialLoads | None = None  # who is told of loads, if anyone
         groups = offloading_spec.config.groups
-        self._chunk_tokens = (
-            groups[0].tokens_per_block * offloading_spec.config.cache.blocks_per_chunk
-        )
-        self._keys_per_chunk = len(groups)
+        cache = offloading_spec.config.cache
+        block_tokens = groups[0].tokens_per_block if groups else cache.tokens_per_hash
+        self._chunk_tokens = block_tokens * cache.blocks_per_chunk
+        self._keys_per_chunk = max(1, len(groups))
         self._allowed: dict[str, int] = {}  # up to which token a request may have what is here
 
     # --- how much of a prefix comes from the disk

@@ -18,6 +18,7 @@ import importlib
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,7 @@ def _opened() -> RankOpened:
         "slots": 0,
         "slot_bytes": 0,
         "reserved_bytes": 0,
+        "slot_memory_bytes": 0,
         "backend": "none",
         "backend_reason": "",
         "direct": True,
@@ -194,6 +196,9 @@ def _replace_connector() -> None:
         make_spec(self, config)
         self.manager.take_clears = list
         self.manager.apply = lambda reports: None
+        self.manager.scheduler = SimpleNamespace(load_rate=lambda: None)
+        self.tier_config = SimpleNamespace(partial_loads="off", load_deadline_ns=10**9)
+        self.token_bytes = 1.0
 
     own.MockOffloadingSpec.__init__ = make_complete_spec
     metadata = "tests.v1.kv_connector.unit.offloading_connector.test_worker_metadata"
