@@ -73,10 +73,12 @@ gpu: setup  ## On a machine with a GPU: run the tests that need one, then measur
 
 # --- Checking it --------------------------------------------------------------------------------
 
+# Tests marked root or cost run one at a time, however many processes there are: they take a lock on
+# build/tests-in-turn (tests/conftest.py).
 .PHONY: test faults native-test lint format sanitize soak tier-soak canaries
 test: setup build/native-tests/stamp-configured  ## Run all tests, the native ones included, JOBS at once (PYTEST="-k name" selects)
 	cmake --build build/native-tests --target native_tests
-	$(python) -m pytest --numprocesses $(JOBS) --dist loadgroup $(PYTEST)
+	$(python) -m pytest --numprocesses $(JOBS) --dist worksteal $(PYTEST)
 
 faults: setup  ## Run the tests that break disks and processes
 	$(python) -m pytest tests/faults $(PYTEST)

@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,38 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        needs_root = item.get_closest_marker("root") is not None
-        if needs_root and os.geteuid() != 0:
+        if item.get_closest_marker("root") is not None and os.geteuid() != 0:
             item.add_marker(pytest.mark.skip(reason="needs root"))
-        # What mounts, freezes disks, has limits as another user, or counts what a machine does.
-        if needs_root or item.get_closest_marker("cost") is not None:
-            item.add_marker(pytest.mark.xdist_group("one at a time"))
+    # To the front when several processes share the tests: one process is given most of what takes
+    # turns then, and the others have something else to do meanwhile.
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not takes_turns(item))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """One at a time, in all test runs of this tree, with fixtures: what ``takes_turns``.
+
+    A lock rather than a group of pytest-xdist, which depends on how that and pytest name tests.
+    """
+    if not takes_turns(item):
+        return (yield)
+    path = item.config.rootpath / "build" / "tests-in-turn"
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # for a forked child too, which may still have it open
+
+
+def takes_turns(item: pytest.Item) -> bool:
+    """Whether it mounts, freezes disks, has another user's limits, or counts what a run costs."""
+    needs_root = item.get_closest_marker("root") is not None
+    return (needs_root and os.geteuid() == 0) or item.get_closest_marker("cost") is not None
 
 
 @pytest.fixture(scope="session")
