@@ -219,6 +219,11 @@ kvdisk::Layout layout_of(
 }  // namespace
 
 NB_MODULE(_native, module) {
+    // A daemon thread that waits in an engine when the interpreter ends keeps that engine. Nothing
+    // is lost, and the user of a serving engine can do nothing about the lines that nanobind would
+    // print.
+    nb::set_leak_warnings(false);
+
     module.attr("key_bytes_max") = kvdisk::key_bytes_max;
     module.attr("record_bytes") = sizeof(kvdisk::SlotRecord);
     module.attr("record_page_bytes") = kvdisk::record_page_bytes;

@@ -132,6 +132,29 @@ for _ in range(4): disk.submit_load(range(64))
     assert done.stderr == ""
 
 
+def test_a18d_exit_while_a_daemon_thread_waits(tmp_path: Path) -> None:
+    """It keeps the engine for ever, which is nothing to tell the user about."""
+    program = f"""
+import sys, threading; sys.path.insert(0, {os.path.dirname(__file__)!r})
+from pathlib import Path
+from rig import Rig
+disk = Rig(Path({str(tmp_path)!r}) / "kv", slots=64, slot_bytes=65536)
+disk.store(range(64))
+waits = threading.Event()
+def wait():
+    while True:
+        waits.set()
+        disk.engine.wait({PATIENCE_S})
+threading.Thread(target=wait, daemon=True).start()
+waits.wait()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
 def test_a18e_submit_after_close(tmp_path: Path) -> None:
     disk = Rig(tmp_path / "kv", slots=2, slot_bytes=16 * KIB)
     disk.close()
