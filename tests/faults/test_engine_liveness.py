@@ -362,8 +362,10 @@ def test_a33_idle_engine_sleeps(tmp_path: Path, backend: str) -> None:
     with rig(tmp_path / "kv", slots=8, slot_bytes=64 * KIB, backend=backend) as disk:
         assert disk.store(range(8)) == ok(8)
         assert disk.load(range(8)) == ok(8)
-        before = -1
+        before, until = -1, time.monotonic() + PATIENCE_S
         while before != _switches():  # what they still had to do
+            if time.monotonic() > until:
+                pytest.fail("the engine's threads are scheduled again and again while it is idle")
             before = _switches()
             time.sleep(0.1)
         time.sleep(1.0)
