@@ -375,9 +375,10 @@ void hear(Engine& engine, Events& heard) {
     append(heard.finished, events.finished);
 }
 
-// The results of a transfer, or nothing when it does not end within ten seconds.
+// The results of a transfer, or nothing when it does not end within twenty seconds: liveness, on a
+// busy machine.
 std::vector<RowResult> results_of(Engine& engine, std::uint64_t id, Events& heard) {
-    const std::int64_t give_up_ns = MonotonicClock().now_ns() + 10'000'000'000;
+    const std::int64_t give_up_ns = MonotonicClock().now_ns() + 20'000'000'000;
     while (MonotonicClock().now_ns() < give_up_ns) {
         const auto found = std::ranges::find(heard.finished, id, &FinishedTransfer::id);
         if (found != heard.finished.end()) return found->results;
@@ -411,7 +412,7 @@ TEST_CASE("engine: transfers end in time although their thread hangs in a submis
         engine.submit(Direction::load, {row(2, slot_count + 1)}, 200'000'000, -1, 0);
     const std::uint64_t store = engine.submit(Direction::store, {row(3, 3)}, 200'000'000, -1, 0);
     const std::vector<RowResult> first = results_of(engine, at_disk, heard);
-    REQUIRE(first.size() == 1);
+    REQUIRE(first.size() == 1);  // else it did not end in time
     CHECK(first[0].status == RowStatus::timed_out);
     CHECK(first[0].quarantined);
     for (const std::uint64_t id : {unheard, store}) {
