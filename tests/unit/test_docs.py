@@ -253,6 +253,13 @@ def test_every_scenario_and_every_failure_has_a_row() -> None:
             assert "::" in row or "none yet" in row or "make " in row or not row_is_claim(row), row
 
 
+@pytest.mark.parametrize("name", ["scenarios.md", "failures.md"])
+def test_no_row_names_a_test_twice(name: str) -> None:
+    for row in re.findall(r"^\|.*\|$", (ROOT / "docs" / name).read_text(), re.M):
+        named = NAMED_TEST.findall(row)
+        assert len(named) == len(set(named)), row
+
+
 def row_is_claim(row: str) -> bool:
     """Whether a row of a table says something, rather than heading or ruling it."""
     return not re.match(r"^\|( ?-+ ?\|)+$|^\| (event|scenario|what) ", row)
