@@ -42,7 +42,7 @@ from kvdisk.transfer import (
     TransferResult,
     reserved_buffers,
 )
-from kvdisk.units import display_size
+from kvdisk.units import display_size, format_size
 
 _BATCH_BYTES: Final = 16 << 20  # of a transfer: a prefix of a request
 _BATCH_ROWS_MAX: Final = 32
@@ -77,10 +77,7 @@ class WholeRunner:
         sources = max(self._rows_max, _SOURCES_BYTES_MIN // job.io_bytes)
         targets = self._rows_max
         in_host = self._buffers * job.numjobs + (sources + targets if job.device == "cpu" else 0)
-        require_memory(
-            in_host * job.io_bytes,
-            f"iodepth={job.iodepth * job.numjobs} of {display_size(job.io_bytes)}",
-        )
+        require_memory(in_host * job.io_bytes, _what_asks(job))
         require_space(job.path, job.file_bytes + record_file_bytes(self._slot_count))
         self._cache = make_cache(job.device, job.geometry, sources, targets, job.seed)
         self._file = _nameless_rank_file(job, self._slot_count)
@@ -360,6 +357,14 @@ class WholeRunner:
             return
         os.fdatasync(self._file.data_fd)
         os.fdatasync(self._file.record_fd)
+
+
+def _what_asks(job: Job) -> str:
+    """The option that decides how much memory the job takes, as the user gave it."""
+    if job.ring_bytes:
+        each = f" of each of {job.numjobs} jobs" if job.numjobs > 1 else ""
+        return f"ring={format_size(job.ring_bytes)}{each}"
+    return f"iodepth={job.iodepth * job.numjobs} of {display_size(job.io_bytes)}"
 
 
 def _buffers_for(iodepth: int) -> int:

@@ -34,6 +34,14 @@ MISTAKES = {
         ["--layer", "raw", "--iodepth", "4096", "--bs", "512m"],
         "asks for 4.00 TiB of pinned memory",
     ),
+    "depth beyond memory, whole": (
+        ["--iodepth", "1024", "--bs", "512m", "--size", "1t"],
+        "iodepth=1024 of 512.00 MiB asks for",
+    ),
+    "ring beyond memory": (
+        ["--ring", "16t", "--bs", "512m", "--size", "16g"],
+        "ring=16TiB asks for",
+    ),
     "jobs zero": (["--numjobs", "0"], "numjobs=0"),
     "no such direction": (["--rw", "writ"], "must be one of read, write"),
     "mix out of range": (["--rw", "randrw", "--rwmixread", "101"], "rwmixread=101"),
