@@ -197,8 +197,10 @@ class DiskPath:
                 _log.warning("%s", note)
             path = cls(index, file, layout, config, wake_fd, direct_stores=direct_stores)
         except BaseException:
-            file.undo()
-            file.close()
+            try:
+                file.undo()
+            finally:
+                file.close()
             raise
         note = path.engine.stats()["backend_note"]
         if note:  # it works, and costs more than it need
@@ -214,8 +216,10 @@ class DiskPath:
 
     def undo_open(self) -> None:
         """Close, and remove what opening made: the open fails after all."""
-        self.file.undo()
-        self.close(0)
+        try:
+            self.file.undo()
+        finally:
+            self.close(0)
 
     @property
     def engine(self) -> TransferEngine:

@@ -169,6 +169,12 @@ def unlink_if_same(folder: int, name: str, file: int) -> bool:
     return True
 
 
+def undo_create(folder: int, name: str, file: int) -> None:
+    """``unlink_if_same`` as far as the disk lets: what made undoing needful is what is told."""
+    with suppress(OSError):
+        unlink_if_same(folder, name, file)
+
+
 def read_private(path: Path, bytes_max: int, folder: int | None = None) -> bytes:
     """The content of a plain file of ours, never through a link; at most ``bytes_max``.
 

@@ -35,6 +35,7 @@ from kvdisk.private_files import (
     open_private_directory,
     put_back,
     set_aside,
+    undo_create,
     unlink_if_same,
 )
 from kvdisk.rank_header import (
@@ -192,7 +193,10 @@ class RankFile:
         unlink_if_same(self._folder, self.record_path.name, self.record_fd)
 
     def undo(self) -> None:
-        """Remove what opening made, as far as nobody else uses it: the open fails after all."""
+        """Remove what opening made: the open fails after all.
+
+        As far as nobody else uses it and the disk lets; never raises OSError.
+        """
         assert not self.closed, "undo on a closed rank file"
         self._made.close()
 
@@ -386,7 +390,7 @@ class _Opening:
         self._descriptors.callback(opened.close)
         opened.size_bytes = os.fstat(opened.file).st_size
         if opened.size_bytes == 0:
-            self._made.callback(unlink_if_same, self.folder, path.name, opened.file)
+            self._made.callback(undo_create, self.folder, path.name, opened.file)
         return opened
 
     def _replace(self, old: _File, why: str) -> _File:

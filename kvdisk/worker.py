@@ -18,7 +18,7 @@ import select
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
@@ -171,9 +171,10 @@ class TierWorker:
             memory = placement.slot_count * per_slot
             return cls(paths, lost, placement, layout, rank, world_size, wake_fd, clock, memory)
         except BaseException:
-            for path in paths.values():
-                path.undo_open()
-            os.close(wake_fd)
+            with ExitStack() as undo:  # each, whatever becomes of the others
+                undo.callback(os.close, wake_fd)
+                for path in paths.values():
+                    undo.callback(path.undo_open)
             raise
 
     def take_opened(self) -> RankOpened:

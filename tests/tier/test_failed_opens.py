@@ -1,0 +1,65 @@
+"""Opens that fail: what they leave, also where the disk is too sick to be tidied up."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdisk import disk_path
+from kvdisk.errors import DeviceError
+from tests.tier.rig import TierRig, tier_rig
+
+KEYS = list(range(100))
+
+
+def fail_self_test(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    real = disk_path.self_test
+
+    def fail(directory: Path, *options: Any) -> str | None:
+        if directory.is_relative_to(root):
+            raise DeviceError("the self-test failed", errno=errno.EROFS)
+        return real(directory, *options)
+
+    monkeypatch.setattr(disk_path, "self_test", fail)
+
+
+def refuse_unlink(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.unlink
+
+    def refuse(name: str, **options: Any) -> None:
+        if name.startswith("rank-"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        real(name, **options)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+
+
+def test_a_disk_too_sick_to_be_tidied_up_does_not_hide_what_was_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        fail_self_test(patch, tmp_path)
+        refuse_unlink(patch)
+        with pytest.raises(DeviceError, match="the self-test failed"):
+            TierRig(tmp_path / "kv")
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    with tier_rig(tmp_path / "kv"):  # its lock is free again
+        pass
+
+
+@pytest.mark.parametrize("order", [("sick", "well"), ("well", "sick")])
+def test_a_disk_too_sick_to_be_tidied_up_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, str]
+) -> None:
+    with monkeypatch.context() as patch:
+        fail_self_test(patch, tmp_path / "sick")
+        refuse_unlink(patch)
+        rig = TierRig(*(tmp_path / each for each in order))
+    with rig.tier:
+        assert len(rig.tier.health().paths) == 2
+        assert rig.tier.health().status == "degraded"
