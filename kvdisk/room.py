@@ -45,7 +45,8 @@ def _shortage(path: Path, files: list[Path], size_bytes: int) -> DeviceError | N
     for file in files:
         with suppress(OSError):
             there_bytes += os.lstat(file).st_blocks * 512
-    place = path if path.exists() else path.parent
+    # Not Path.exists, which raises where a mount is dead or a directory above is not ours.
+    place = path if os.path.exists(path) else path.parent
     with suppress(OSError):
         answer = os.statvfs(place)
         if not room_for(size_bytes - there_bytes, answer):

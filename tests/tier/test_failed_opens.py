@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,36 @@ def test_a_disk_too_sick_to_be_tidied_up_is_left_out(
     with rig.tier:
         assert len(rig.tier.health().paths) == 2
         assert rig.tier.health().status == "degraded"
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENAMETOOLONG, errno.ENOTCONN, errno.ESTALE])
+@pytest.mark.parametrize("order", [("lost", "well"), ("well", "lost")])
+def test_a_path_that_cannot_be_looked_at_is_left_out_in_either_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, order: tuple[str, str]
+) -> None:
+    lose(monkeypatch, tmp_path / "lost", number)
+    with tier_rig(*(tmp_path / each for each in order)) as rig:
+        assert rig.tier.health().status == "degraded"
+
+
+def test_a_path_that_cannot_be_looked_at_is_an_error_of_ours_if_it_is_the_only_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose(monkeypatch, tmp_path / "lost", errno.ENOTCONN)
+    with pytest.raises(DeviceError, match="lost: Transport endpoint is not connected"):
+        TierRig(tmp_path / "lost")
+
+
+def lose(monkeypatch: pytest.MonkeyPatch, root: Path, number: int) -> None:
+    """Whatever is asked of ``root`` or below it fails: a dead mount, or a directory not ours."""
+
+    def losing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **options: Any) -> Any:
+            if isinstance(path, (str, Path)) and Path(path).is_relative_to(root):
+                raise OSError(number, os.strerror(number))
+            return real(path, *args, **options)
+
+        return call
+
+    for name in ("stat", "lstat", "mkdir", "open", "statvfs"):
+        monkeypatch.setattr(os, name, losing(getattr(os, name)))
