@@ -9,6 +9,7 @@ file is refused untouched; a file is changed only by the holder of its lock.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -27,6 +28,7 @@ _SET_ASIDE_MAX: Final = 1000
 # A killed process's I/O keeps its files open, and so its lock, until the kernel has done with it.
 _GONE_HOLDER_PATIENCE_S: Final = 5.0
 _LOCK_RETRY_S: Final = 0.02
+_RENAME_NOREPLACE: Final = 1  # linux/fs.h
 _NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -87,7 +89,9 @@ def _make_directory(path: Path, name: str | Path, parent: int | None) -> bool:
     except FileExistsError:
         return False
     except FileNotFoundError as error:
-        if path.parent.exists():  # /proc takes no directories and says so in these words
+        # An open parent has only now been removed, as another open does that made it and fails.
+        # /proc takes no directories and says so in these words.
+        if parent is not None or os.path.exists(path.parent):
             raise
         raise ConfigError(
             f"{path.parent} does not exist: make it, or mount the disk that should be there."
@@ -152,12 +156,9 @@ def set_aside(folder: int, path: Path) -> str:
 
 
 def put_back(folder: int, aside: str, name: str) -> None:
-    """Undo ``set_aside``, unless the name is taken again."""
-    try:
-        os.stat(name, dir_fd=folder, follow_symlinks=False)
-    except OSError:
-        with suppress(OSError):
-            os.rename(aside, name, src_dir_fd=folder, dst_dir_fd=folder)
+    """Undo ``set_aside`` as far as the disk lets, unless the name is taken again."""
+    with suppress(OSError):
+        _rename_no_replace(folder, aside, name)
 
 
 def unlink_if_same(folder: int, name: str, file: int) -> bool:
@@ -212,6 +213,19 @@ def write_private(folder: int, path: Path, content: bytes) -> None:
             raise
     except OSError as error:
         raise DeviceError.from_os_error(error, "write", path, _advice(error)) from error
+
+
+def _rename_no_replace(folder: int, source: str, target: str) -> None:
+    """renameat2(2): a look before the rename could miss what another process makes after it."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    names = folder, os.fsencode(source), folder, os.fsencode(target)
+    if call is not None and call(*names, _RENAME_NOREPLACE) == 0:
+        return
+    if call is not None and ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    # Not here. Second best, since for an instant the file has two names, which others refuse.
+    os.link(source, target, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+    os.unlink(source, dir_fd=folder)
 
 
 def _open_private(folder: int, path: Path) -> int:

@@ -25,7 +25,7 @@ from rank_files import (
 
 from kvdisk import private_files
 from kvdisk.errors import BusyError, ConfigError, DeviceError
-from kvdisk.private_files import lock_holder
+from kvdisk.private_files import lock_holder, put_back
 from kvdisk.probe import run_checks
 
 
@@ -133,6 +133,47 @@ def test_a_root_is_made_but_nothing_above_it(directory: Path) -> None:
     assert not directory.parent.exists()
     with pytest.raises(DeviceError, match="open directory /proc/namespace: No such file"):
         open_rank(Path("/proc/namespace"))
+
+
+def test_a_root_that_another_open_takes_away_again_is_no_disk_that_is_not_mounted(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.mkdir
+
+    def lose_root(name: str | Path, mode: int, *, dir_fd: int | None = None) -> None:
+        if dir_fd is not None and directory.parent.exists():
+            directory.parent.rmdir()  # as one does that made it and fails
+        real(name, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "mkdir", lose_root)
+    with pytest.raises(DeviceError) as caught:
+        open_rank(directory)
+    assert caught.value.errno == errno.ENOENT  # upon which a tier tries again
+
+
+def test_what_was_set_aside_is_not_put_back_over_a_file_of_another_process(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.mkdir(parents=True)
+    aside, name = directory / "a.damaged-1", directory / "a"
+    aside.write_bytes(b"old")
+    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+
+    def not_yet(*_: object, **__: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "the other process makes it an instant later")
+
+    name.write_bytes(b"fresh")
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "stat", not_yet)
+            put_back(folder, aside.name, name.name)
+        assert (name.read_bytes(), aside.read_bytes()) == (b"fresh", b"old")
+        name.unlink()
+        put_back(folder, aside.name, name.name)
+    finally:
+        os.close(folder)
+    assert names_in(directory) == ["a"]
+    assert (name.read_bytes(), name.stat().st_nlink) == (b"old", 1)
 
 
 @as_root
