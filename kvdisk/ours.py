@@ -45,7 +45,10 @@ def namespaces_in(root: int) -> tuple[list[str], list[str]]:
     impostors: list[str] = []
     for name in sorted(os.listdir(root)):
         if is_namespace_name(name):
-            status = os.stat(name, dir_fd=root, follow_symlinks=False)
+            try:
+                status = os.stat(name, dir_fd=root, follow_symlinks=False)
+            except FileNotFoundError:  # removed since it was listed
+                continue
             (namespaces if stat.S_ISDIR(status.st_mode) else impostors).append(name)
     return namespaces, impostors
 

@@ -262,6 +262,21 @@ def test_a_start_at_the_instant_of_a_removal_succeeds(
     assert {"kvdisk.json", "rank-0-of-1.kv"} <= left(directory)
 
 
+def test_a_namespace_that_vanishes_while_it_is_listed_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = fill(tmp_path / "kv", 2, "a")
+    real = os.listdir
+
+    def list_one_more(folder: int) -> list[str]:
+        names = real(folder)
+        return [*names, "kv-" + "0" * 32] if directory.name in names else names
+
+    monkeypatch.setattr(os, "listdir", list_one_more)
+    found, _ = find(tmp_path / "kv")
+    assert [each.directory for each in found] == [directory]
+
+
 def test_a_replaced_file_is_not_removed(tmp_path: Path) -> None:
     directory = fill(tmp_path / "kv", 2, "a")
     (found,), _ = find(tmp_path / "kv")
