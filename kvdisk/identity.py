@@ -28,7 +28,7 @@ NAMESPACE_FILE: Final = "kvdisk.json"
 _NAMESPACE_PREFIX: Final = "kv-"
 _NAMESPACE_DIGITS: Final = 32
 _UNRESOLVED: Final = frozenset({"auto", "none", "default"})
-_FILE_BYTES_MAX: Final = 1 << 20
+NAMESPACE_FILE_BYTES_MAX: Final = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,12 +140,14 @@ def label_namespace(directory: Path, identity: Identity) -> None:
     One that does not say this identity is set aside, never trusted: it is for people and tools to
     read, and decides nothing about bytes. Raises DeviceError when it cannot be written.
     """
-    folder = open_private_directory(directory, ExitStack())
-    try:
-        if read_identity_fields(directory, folder) != json.loads(identity._canonical()):
-            _write_identity(directory, folder, identity)
-    finally:
-        os.close(folder)
+    with ExitStack() as made:
+        folder = open_private_directory(directory, made)
+        try:
+            if read_identity_fields(directory, folder) != json.loads(identity._canonical()):
+                _write_identity(directory, folder, identity)
+        finally:
+            os.close(folder)
+        made.pop_all()
 
 
 def read_identity_fields(directory: Path, folder: int | None = None) -> dict[str, Any] | None:
@@ -154,7 +156,7 @@ def read_identity_fields(directory: Path, folder: int | None = None) -> dict[str
     ``folder`` is a descriptor of ``directory``, if there is one already.
     """
     try:
-        text = read_private(directory / NAMESPACE_FILE, _FILE_BYTES_MAX, folder)
+        text = read_private(directory / NAMESPACE_FILE, NAMESPACE_FILE_BYTES_MAX, folder)
     except (OSError, ConfigError, DeviceError):
         return None
     return parse_identity(text)

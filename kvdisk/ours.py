@@ -14,7 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvdisk.identity import NAMESPACE_FILE, is_namespace_name, parse_identity
+from kvdisk.identity import (
+    NAMESPACE_FILE,
+    NAMESPACE_FILE_BYTES_MAX,
+    is_namespace_name,
+    parse_identity,
+)
 from kvdisk.looking import open_plain
 from kvdisk.rank_file import has_mark
 from kvdisk.rank_header import HEADER_BYTES, RankHeader, file_names, is_marked, parse_header
@@ -24,7 +29,6 @@ _LEFTOVER: Final = re.compile(
     r"(rank-\d{1,9}-of-\d{1,9}\.(?:kv|idx)|kvdisk\.json)\.damaged-\d{1,4}"
 )
 _TEMPORARY: Final = re.compile(r"\.kvdisk\.json\.\d+\.\d+")
-_IDENTITY_BYTES_MAX: Final = 1 << 20
 
 
 @dataclass
@@ -89,7 +93,7 @@ def _is_ours(folder: int, name: str, names: Sequence[str]) -> bool:
         if kind.endswith(".kv"):
             # As at open: a file system without attributes leaves the record file to speak for both.
             return has_mark(file) or (not leftover and _has_record_file(folder, name, names))
-        return parse_identity(os.pread(file, _IDENTITY_BYTES_MAX, 0)) is not None
+        return parse_identity(os.pread(file, NAMESPACE_FILE_BYTES_MAX, 0)) is not None
     except OSError:
         return False
     finally:

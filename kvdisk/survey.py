@@ -21,7 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdisk.errors import DeviceError
-from kvdisk.identity import NAMESPACE_FILE, is_namespace_name, parse_identity
+from kvdisk.identity import (
+    NAMESPACE_FILE,
+    NAMESPACE_FILE_BYTES_MAX,
+    is_namespace_name,
+    parse_identity,
+)
 from kvdisk.looking import (
     Buffer,
     FileReader,
@@ -35,7 +40,6 @@ from kvdisk.ours import RANK_FILE, contents_of, namespaces_in
 from kvdisk.rank_header import HEADER_BYTES, RECORD_BYTES, RankHeader, parse_header
 from kvdisk.slot_records import RecordState, as_records, record_states
 
-_IDENTITY_BYTES_MAX: Final = 1 << 20
 _SLOTS_AT_ONCE: Final = 8192
 
 
@@ -145,7 +149,7 @@ def read_identity(folder: int) -> dict[str, Any] | None:
         return None
     with os.fdopen(file, "rb") as opened:
         try:
-            return parse_identity(opened.read(_IDENTITY_BYTES_MAX))
+            return parse_identity(opened.read(NAMESPACE_FILE_BYTES_MAX))
         except OSError:
             return None
 
