@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import errno
 import logging
-import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -41,15 +39,13 @@ from kvdisk.private_files import (
 from kvdisk.rank_header import (
     FINGERPRINT_BYTES,
     HEADER_BYTES,
-    RECORD_BYTES,
-    RECORD_PAGE_BYTES,
-    RECORDS_PER_PAGE,
     RankHeader,
     file_names,
     parse_header,
     record_file_bytes,
     slots_within,
 )
+from kvdisk.rank_pages import clear_records, disk_trouble, read_page, write_header, write_page
 from kvdisk.reserve import reserve
 
 __all__ = ["RankFile", "record_file_bytes", "slots_within"]
@@ -173,10 +169,10 @@ class RankFile:
         assert not self.closed, "bump_epoch on a closed rank file"
         with self._header_lock:
             header = replace(self.header, epoch=self.header.epoch + 1, clears=clears)
-            _write_header(self.record_fd, self.record_path, header)
+            write_header(self.record_fd, self.record_path, header)
             # A header that the disk took and lost would bring back what was cleared.
-            with _disk_trouble("read header back", self.record_path):
-                if _read_page(self.record_fd, 0) != header.pack():
+            with disk_trouble("read header back", self.record_path):
+                if read_page(self.record_fd, 0) != header.pack():
                     raise OSError(errno.EIO, "it is not what was written")
             self.header = header
         return header.epoch
@@ -234,10 +230,10 @@ class HeaderProbe:
     def __call__(self) -> int:
         try:
             with self._file._header_lock:
-                if parse_header(_read_page(self._descriptor, 0)) != self._file.header:
+                if parse_header(read_page(self._descriptor, 0)) != self._file.header:
                     return errno.EIO
                 if self._write:
-                    _write_page(self._descriptor, self._file.header.pack(), 0)
+                    write_page(self._descriptor, self._file.header.pack(), 0)
         except OSError as error:
             return error.errno or errno.EIO
         finally:
@@ -275,19 +271,6 @@ def _wanted_header(
 # Opening ----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _disk_trouble(op: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        advice = {
-            errno.ENOSPC: "Free space on this disk.",
-            errno.EDQUOT: "Raise the quota of this user.",
-            errno.EROFS: "Mount the file system writable, or use another directory.",
-        }.get(error.errno or 0, "Check the disk (dmesg).")
-        raise DeviceError.from_os_error(error, op, path, advice) from error
-
-
 @dataclass
 class _File:
     path: Path
@@ -300,7 +283,7 @@ class _File:
         self.file = -1
 
     def empty(self) -> None:
-        with _disk_trouble("truncate", self.path):
+        with disk_trouble("truncate", self.path):
             os.ftruncate(self.file, 0)
         self.size_bytes = 0
 
@@ -362,7 +345,7 @@ class _Opening:
             )
         self.found = None
         for each in (self.data, self.record):
-            with _disk_trouble("unlink", each.path):
+            with disk_trouble("unlink", each.path):
                 unlink_if_same(self.folder, each.path.name, each.file)
             each.empty()
 
@@ -377,12 +360,12 @@ class _Opening:
             self.header = replace(self.header, epoch=epoch, clears=self.found.clears)
             shrinks = self.header.slot_count < self.found.slot_count
             if shrinks:
-                _clear_records(self.record, self.header.slot_count)
+                clear_records(self.record.file, self.record.path, self.header.slot_count)
         _set_mark(self.data.file)
         self._reserve_both(records_first=shrinks)
         if self.found is not None and self.found != self.header:
-            _write_header(self.record.file, self.record.path, self.header)
-        with _disk_trouble("fsync", self.data.path.parent):
+            write_header(self.record.file, self.record.path, self.header)
+        with disk_trouble("fsync", self.data.path.parent):
             os.fsync(self.folder)
 
     def _open(self, path: Path) -> _File:
@@ -399,7 +382,7 @@ class _Opening:
         self.notes.append(f"{old.path}: {why}; set aside as {name}, starting cold")
         new = self._open(old.path)
         old.close()
-        with _disk_trouble("O_DIRECT", new.path):
+        with disk_trouble("O_DIRECT", new.path):
             set_direct(new.file, self.mode.direct)
         return new
 
@@ -418,7 +401,7 @@ class _Opening:
 
     def _read_header(self) -> RankHeader | str:
         try:
-            return parse_header(_read_page(self.record.file, 0))
+            return parse_header(read_page(self.record.file, 0))
         except OSError as error:
             if self.mode.direct and error.errno == errno.EINVAL:
                 self._fall_back("the record file refused a direct read", error)
@@ -428,13 +411,13 @@ class _Opening:
     def _prove_mode_and_write(self, header: RankHeader) -> None:
         """The first write to our own file is the last word on O_DIRECT."""
         try:
-            _write_header(self.record.file, self.record.path, header)
+            write_header(self.record.file, self.record.path, header)
         except DeviceError as error:
             if not self.mode.direct or error.errno != errno.EINVAL:
                 raise
             refused = OSError(error.errno, os.strerror(error.errno))
             self._fall_back("the record file refused a direct write", refused)
-            _write_header(self.record.file, self.record.path, header)
+            write_header(self.record.file, self.record.path, header)
 
     def _reserve_both(self, *, records_first: bool) -> None:
         sizes = [
@@ -463,37 +446,3 @@ def has_mark(file: int) -> bool:
 def _set_mark(file: int) -> None:
     with suppress(OSError):  # not every file system has attributes; then the file is set aside
         os.setxattr(file, _DATA_MARK, _DATA_MARK_VALUE)
-
-
-# Pages, in page-aligned memory, so that O_DIRECT never depends on where Python puts bytes --------
-
-
-def _read_page(file: int, offset: int) -> bytes:
-    """Up to a page; less at the end of the file."""
-    with mmap.mmap(-1, RECORD_PAGE_BYTES) as memory:
-        count = os.preadv(file, [memory], offset)
-        return memory[:count]
-
-
-def _write_page(file: int, page: bytes, offset: int) -> None:
-    assert len(page) == RECORD_PAGE_BYTES
-    with mmap.mmap(-1, RECORD_PAGE_BYTES) as memory:
-        memory[:] = page
-        if os.pwritev(file, [memory], offset) != RECORD_PAGE_BYTES:
-            raise OSError(errno.EIO, "short write")
-    os.fsync(file)
-
-
-def _write_header(file: int, path: Path, header: RankHeader) -> None:
-    with _disk_trouble("write header", path):
-        _write_page(file, header.pack(), 0)
-
-
-def _clear_records(record: _File, slot_count: int) -> None:
-    """Empty what the last page that stays says of slots that go, or it would come back later."""
-    page, first = divmod(slot_count, RECORDS_PER_PAGE)
-    offset = HEADER_BYTES + page * RECORD_PAGE_BYTES
-    with _disk_trouble("clear records", record.path):
-        kept = _read_page(record.file, offset)[: first * RECORD_BYTES]
-        if kept:
-            _write_page(record.file, kept.ljust(RECORD_PAGE_BYTES, b"\0"), offset)

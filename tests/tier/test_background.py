@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvdisk import rank_file
 from kvdisk.disk_path import DiskPath
 from kvdisk.rank_file import RankFile
+from kvdisk.rank_pages import write_header
 from kvdisk.transfer import RowStatus, TransferEngine
 from kvdisk.worker import TierWorker
 from tests.faults.disks import file_size_limit, freeze, loop_ext4, thaw
@@ -92,7 +92,7 @@ def test_a23_a_slot_that_hangs_over_a_clear_comes_back_with_the_disk(
         rig.legal.clear()
         thaw(mount)
         file = only_path(rig).file
-        rank_file._write_header(file.record_fd, file.record_path, file.header)
+        write_header(file.record_fd, file.record_path, file.header)
 
         rounds_until(
             rig,

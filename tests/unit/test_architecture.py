@@ -24,7 +24,7 @@ NATIVE = ROOT / "native"
 GROUPS = {
     "base": {"errors", "units", "memory", "config", "layout", "layout_overlap", "safe_directory"},
     "probe": {"probe"},
-    "files": {"direct_mode", "private_files", "reserve", "rank_header", "rank_file"},
+    "files": {"direct_mode", "private_files", "reserve", "rank_header", "rank_pages", "rank_file"},
     "slots": {"key_index", "free_slots", "slot_queue", "slot_table", "policy", "slots"},
     "transfer": {"transfer"},
     "tier": {

@@ -277,7 +277,7 @@ def test_an_unreadable_header_is_set_aside(
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "preadv")
 
-    monkeypatch.setattr(rank_file, "_read_page", fail)
+    monkeypatch.setattr(rank_file, "read_page", fail)
     with open_rank(directory) as opened:
         assert "cannot be read" in opened.notes[0]
 
