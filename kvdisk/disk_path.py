@@ -182,6 +182,7 @@ class DiskPath:
             fingerprint=identity.rank_fingerprint(layout.fingerprint_fields()),
             direct=config.direct,
             persist=config.persist,
+            finish=False,  # by ``label``
         )
         directory = config.paths[index] / identity.namespace
         for left in range(_OPEN_ATTEMPTS, 0, -1):
@@ -208,11 +209,12 @@ class DiskPath:
         return path
 
     def label(self, identity: Identity) -> None:
-        """Have the directory say whose it is: once the open can no longer fail elsewhere.
+        """Have the directory say whose it is, and let go of what earlier runs had in excess.
 
-        Raises DeviceError.
+        Once the open can no longer fail elsewhere. Raises DeviceError.
         """
         label_namespace(self.directory, identity)
+        self.file.finish()
 
     def undo_open(self) -> None:
         """Close, and remove what opening made: the open fails after all."""

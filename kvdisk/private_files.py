@@ -176,6 +176,13 @@ def undo_create(folder: int, name: str, file: int) -> None:
         unlink_if_same(folder, name, file)
 
 
+def shrink_back(file: int, size_bytes: int) -> None:
+    """Undo the growth of a file as far as the disk lets."""
+    with suppress(OSError):
+        if os.fstat(file).st_size > size_bytes:
+            os.ftruncate(file, size_bytes)
+
+
 def read_private(path: Path, bytes_max: int, folder: int | None = None) -> bytes:
     """The content of a plain file of ours, never through a link; at most ``bytes_max``.
 

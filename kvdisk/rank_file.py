@@ -9,8 +9,9 @@ What always holds:
     * A file is resized or emptied only when it carries our mark: the header page of a record file,
       an extended attribute on a data file. Anything else with our name is renamed to
       ``.damaged-N``, never deleted, and the start is cold.
-    * Sizes, header and mode are settled, and the space is reserved, when ``create_or_open``
-      returns; when it raises, files and directories that it made are gone again.
+    * Mode and space are settled when ``create_or_open`` returns. When it raises, or ``undo`` is
+      called after it, what it made is gone again, and a cache that was there is as it was: what
+      cannot be undone is left to ``finish``, when nothing else can fail any more.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +35,7 @@ from kvdisk.private_files import (
     open_private_directory,
     put_back,
     set_aside,
+    shrink_back,
     undo_create,
     unlink_if_same,
 )
@@ -78,6 +81,7 @@ class RankFile:
     record_offset: int = HEADER_BYTES
     _folder: int = field(default=-1, repr=False)
     _made: ExitStack = field(default_factory=ExitStack, repr=False)
+    _finish: Callable[[RankHeader], None] | None = field(default=None, repr=False)
     _header_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
@@ -91,13 +95,15 @@ class RankFile:
         fingerprint: bytes,
         direct: Direct = "auto",
         persist: bool = True,
+        finish: bool = True,
     ) -> RankFile:
         """Open the files of ``rank`` in ``directory``, making or resizing them as needed.
 
         ``slot_bytes`` is a multiple of 4096; ``fingerprint`` (32 bytes) stands for everything that
         must match for stored bytes to be reusable. Slots that survive a change of ``slot_count``
-        keep their records. With ``persist=False`` the names are removed at once and nothing
-        earlier is used; then a second opener is not refused, but has files of its own.
+        keep their records. With ``persist=False`` the names are removed and nothing earlier is
+        used; then a second opener is not refused, but has files of its own. ``finish=False``: the
+        caller calls ``finish`` before anything is stored.
 
         Raises ConfigError (unsafe or senseless), BusyError (in use), DeviceError (no space, no
         O_DIRECT where required, disk trouble).
@@ -110,6 +116,8 @@ class RankFile:
             if not persist:
                 opening.make_nameless()
             opening.settle()
+            if finish:
+                opening.finish(opening.header)
             descriptors.pop_all()
             made_here = made.pop_all()
         for note in opening.notes:
@@ -124,6 +132,7 @@ class RankFile:
             notes=tuple(opening.notes),
             _folder=opening.folder,
             _made=made_here,
+            _finish=None if finish else opening.finish,
         )
 
     @property
@@ -187,6 +196,14 @@ class RankFile:
         assert not self.closed, "unlink on a closed rank file"
         unlink_if_same(self._folder, self.data_path.name, self.data_fd)
         unlink_if_same(self._folder, self.record_path.name, self.record_fd)
+
+    def finish(self) -> None:
+        """Give up what earlier runs had and this one has no use for. Raises DeviceError."""
+        assert not self.closed, "finish on a closed rank file"
+        with self._header_lock:
+            if self._finish is not None:
+                self._finish(self.header)
+            self._finish = None
 
     def undo(self) -> None:
         """Remove what opening made: the open fails after all.
@@ -305,7 +322,8 @@ class _Opening:
         self.notes: list[str] = []
         self.header = wanted
         self.found: RankHeader | None = None
-        self._record_file_was_ours = False
+        self._former: RankHeader | None = None  # of a cache that is there, also when it is dropped
+        self._nameless = False
         self._direct = direct
         self._descriptors = descriptors
         self._made = made
@@ -325,15 +343,14 @@ class _Opening:
                 why = header if isinstance(header, str) else "it belongs to another cache or rank"
                 self.record = self._replace(self.record, why)
             elif header.slot_bytes != self.header.slot_bytes:
-                self._record_file_was_ours = True
-                self.record.empty()
+                self._former = header
                 self.notes.append(
                     f"{self.record.path}: its slots have {header.slot_bytes} bytes, now "
                     f"{self.header.slot_bytes}; its blocks were dropped"
                 )
             else:
-                self.found = header
-        ours = self.found is not None or self._record_file_was_ours or has_mark(self.data.file)
+                self._former = self.found = header
+        ours = self._former is not None or has_mark(self.data.file)
         if self.data.size_bytes and not ours:
             self.data = self._replace(self.data, "it has no record file and not our mark")
 
@@ -344,27 +361,44 @@ class _Opening:
                 f"{self.data.path}: blocks of earlier runs were dropped: persist=False"
             )
         self.found = None
-        for each in (self.data, self.record):
-            with disk_trouble("unlink", each.path):
-                unlink_if_same(self.folder, each.path.name, each.file)
-            each.empty()
+        self._nameless = True
 
     def settle(self) -> None:
-        """Header, mark, sizes and reserved space."""
-        shrinks = False
-        if self.found is None:
-            self.record.empty()
-            self._prove_mode_and_write(self.header)
-        else:
+        """Mode, space and, of new files, the header: all that leaves a cache as it is."""
+        if self.found is not None:
             epoch = self.found.epoch + (0 if self.data.size_bytes else 1)
             self.header = replace(self.header, epoch=epoch, clears=self.found.clears)
-            shrinks = self.header.slot_count < self.found.slot_count
-            if shrinks:
-                clear_records(self.record.file, self.record.path, self.header.slot_count)
+        elif self._former is not None:
+            self._prove_mode_and_write(self._former)
+        else:
+            self.record.empty()
+            self._prove_mode_and_write(self.header)
         _set_mark(self.data.file)
-        self._reserve_both(records_first=shrinks)
-        if self.found is not None and self.found != self.header:
-            write_header(self.record.file, self.record.path, self.header)
+        for each in (self.data, self.record):
+            if each.size_bytes:
+                self._made.callback(shrink_back, each.file, each.size_bytes)
+            self._reserve(each)
+        with disk_trouble("fsync", self.data.path.parent):
+            os.fsync(self.folder)
+
+    def finish(self, header: RankHeader) -> None:
+        """What cannot be undone; ``header`` is that of now. Each step leaves files that open."""
+        if self._former is not None and self.found is None:
+            self.record.empty()
+            write_header(self.record.file, self.record.path, header)
+            self._reserve(self.record)
+        elif self.found is not None and header.slot_count < self.found.slot_count:
+            clear_records(self.record.file, self.record.path, header.slot_count)
+        for each in (self.record, self.data):
+            with disk_trouble("truncate", each.path):
+                if os.fstat(each.file).st_size > self._size_bytes(each):
+                    os.ftruncate(each.file, self._size_bytes(each))
+        if self.found is not None and self.found != header:
+            write_header(self.record.file, self.record.path, header)
+        if self._nameless:
+            for each in (self.data, self.record):
+                with disk_trouble("unlink", each.path):
+                    unlink_if_same(self.folder, each.path.name, each.file)
         with disk_trouble("fsync", self.data.path.parent):
             os.fsync(self.folder)
 
@@ -419,16 +453,15 @@ class _Opening:
             self._fall_back("the record file refused a direct write", refused)
             write_header(self.record.file, self.record.path, header)
 
-    def _reserve_both(self, *, records_first: bool) -> None:
-        sizes = [
-            (self.data, self.header.slot_count * self.header.slot_bytes),
-            (self.record, record_file_bytes(self.header.slot_count)),
-        ]
-        for each, size_bytes in reversed(sizes) if records_first else sizes:
-            zero_fill = self._direct != "require"
-            note = reserve(each.file, each.path, size_bytes, zero_fill=zero_fill)
-            if note is not None:
-                self.notes.append(f"{each.path}: {note}")
+    def _size_bytes(self, file: _File) -> int:
+        slots = self.header.slot_count
+        return record_file_bytes(slots) if file is self.record else slots * self.header.slot_bytes
+
+    def _reserve(self, file: _File) -> None:
+        zero_fill = self._direct != "require"
+        note = reserve(file.file, file.path, self._size_bytes(file), zero_fill=zero_fill)
+        if note is not None and f"{file.path}: {note}" not in self.notes:
+            self.notes.append(f"{file.path}: {note}")
 
 
 def _identity(header: RankHeader) -> tuple[int, int, bytes]:

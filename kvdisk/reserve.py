@@ -11,6 +11,7 @@ import errno
 import logging
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +27,7 @@ _log = logging.getLogger("kvdisk")
 def reserve(
     file: int, path: Path, size_bytes: int, *, zero_fill: bool, option: str = "capacity"
 ) -> str | None:
-    """Give the file exactly ``size_bytes``, all reserved; surplus is given back first.
+    """Give the file at least ``size_bytes``, all reserved; what it has beyond stays.
 
     Where fallocate is not supported, zeros are written instead when ``zero_fill``, else that is an
     error. Returns a note when it had to. Raises DeviceError, with how much is needed, how much is
@@ -34,8 +35,6 @@ def reserve(
     """
     former_bytes = os.fstat(file).st_size
     try:
-        if former_bytes > size_bytes:
-            os.ftruncate(file, size_bytes)
         _require_free(file, size_bytes)
         allocate(file, size_bytes)
     except OSError as error:
@@ -43,7 +42,7 @@ def reserve(
             _log.warning("%s: no fallocate here; writing %d bytes of zeros", path, size_bytes)
             _fill_or_undo(file, path, former_bytes, size_bytes, option)
             return "space was reserved by writing zeros: this file system has no fallocate"
-        _undo(file, former_bytes, size_bytes)
+        _undo(file, former_bytes)
         if error.errno in _NO_FALLOCATE:
             raise DeviceError.from_os_error(
                 error, "fallocate", path, "Use a directory on ext4 or xfs."
@@ -80,23 +79,26 @@ def _require_free(file: int, size_bytes: int) -> None:
 
 def _fill_or_undo(file: int, path: Path, former_bytes: int, size_bytes: int, option: str) -> None:
     """Write zeros behind what is there. Page-aligned, for a file opened with O_DIRECT."""
-    start = min(former_bytes, size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if former_bytes >= size_bytes:
+        return
+    start = former_bytes // mmap.PAGESIZE * mmap.PAGESIZE
     try:
         with mmap.mmap(-1, _ZERO_CHUNK_BYTES) as zeros, memoryview(zeros) as view:
             at = start
-            if at < former_bytes < size_bytes:  # an odd end: keep its bytes, fill up to the page
+            if at < former_bytes:  # an odd end: keep its bytes, fill up to the page
                 os.ftruncate(file, at + mmap.PAGESIZE)
                 at += mmap.PAGESIZE
             while at < size_bytes:
                 at += os.pwritev(file, [view[: min(_ZERO_CHUNK_BYTES, size_bytes - at)]], at)
         os.fsync(file)
     except OSError as error:
-        _undo(file, former_bytes, size_bytes)
+        _undo(file, former_bytes)
         raise _refused(file, path, size_bytes, option, error) from error
 
 
-def _undo(file: int, former_bytes: int, size_bytes: int) -> None:
-    os.ftruncate(file, min(former_bytes, size_bytes))
+def _undo(file: int, former_bytes: int) -> None:
+    with suppress(OSError):  # the error that made it needful is what is told
+        os.ftruncate(file, former_bytes)
 
 
 def _refused(file: int, path: Path, size_bytes: int, option: str, error: OSError) -> DeviceError:

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from kvdisk import disk_path
-from kvdisk.errors import DeviceError
-from tests.tier.rig import TierRig, tier_rig
+from kvdisk.errors import BusyError, DeviceError
+from kvdisk.layout import Layout
+from kvdisk.transfer import TransferEngine
+from kvdisk.units import parse_size
+from tests.tier.rig import TierRig, ok, tier_rig
 
 KEYS = list(range(100))
 
@@ -97,3 +100,51 @@ def lose(monkeypatch: pytest.MonkeyPatch, root: Path, number: int) -> None:
 
     for name in ("stat", "lstat", "mkdir", "open", "statvfs"):
         monkeypatch.setattr(os, name, losing(getattr(os, name)))
+
+
+@pytest.mark.parametrize("step", ["self_test", "engine", "label", "second path"])
+@pytest.mark.parametrize(
+    "change",
+    [{"capacity": "32MiB"}, {"capacity": "8MiB"}, {"persist": False}, {"block_bytes": 32 << 10}],
+    ids=["growing", "shrinking", "nameless", "other slots"],
+)
+def test_an_open_that_fails_leaves_a_cache_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], step: str
+) -> None:
+    root, busy = tmp_path / "kv", tmp_path / "busy"
+    with monkeypatch.context() as patch:
+        # So that slots of another size are the same cache's, as where ranks' blocks differ.
+        patch.setattr(Layout, "fingerprint_fields", lambda _: {"any": 1})
+        with tier_rig(root) as rig:
+            assert rig.store(KEYS) == ok(100)
+        before = facts_of(root)
+        if step == "second path":
+            capacity_bytes = 2 * parse_size(change.get("capacity", "16MiB"))
+            with tier_rig(busy), pytest.raises(BusyError):
+                TierRig(root, busy, **{**change, "capacity": capacity_bytes})
+        else:
+            fail_step(patch, step)
+            with pytest.raises(DeviceError, match="it is broken"):
+                TierRig(root, **change)
+    assert facts_of(root) == before
+
+
+def facts_of(root: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Inode, bytes on the disk and content of each file."""
+    return {
+        str(path): (path.stat().st_ino, path.stat().st_blocks, path.read_bytes())
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+def fail_step(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise DeviceError("it is broken", errno=errno.EIO)
+
+    target, function = {
+        "self_test": (disk_path, "self_test"),
+        "engine": (TransferEngine, "open"),
+        "label": (disk_path, "label_namespace"),
+    }[step]
+    monkeypatch.setattr(target, function, fail)

@@ -269,6 +269,48 @@ def test_another_slot_size_starts_over_in_the_same_space(directory: Path) -> Non
     assert records_in(directory) == [bytes(128)] * 64
 
 
+@pytest.mark.parametrize("change", [{"slot_count": 9}, {"slot_count": 99}, {"slot_bytes": 4096}])
+def test_what_cannot_be_undone_waits_for_finish(directory: Path, change: dict[str, Any]) -> None:
+    open_rank(directory).close()
+    fill_records(directory, 40)
+    before = {path: path.read_bytes() for path in directory.iterdir()}
+    with open_rank(directory, **change, finish=False) as opened:
+        opened.undo()
+    assert {path: path.read_bytes() for path in directory.iterdir()} == before
+    with open_rank(directory, **change, finish=False) as opened:
+        opened.finish()
+        header = opened.header
+    after = {path: path.read_bytes() for path in directory.iterdir()}
+    assert parse_header(after[directory / NAMES[1]][:4096]) == header
+    assert len(after[directory / NAMES[0]]) == header.slot_count * header.slot_bytes
+    with open_rank(directory, **change) as again:
+        assert again.header == header
+    assert {path: path.read_bytes() for path in directory.iterdir()} == after
+
+
+@pytest.mark.parametrize("change", [{"slot_count": 9}, {"slot_count": 99}, {"slot_bytes": 4096}])
+def test_a_disk_that_fails_in_the_last_step_leaves_files_that_open(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    open_rank(directory).close()
+    fill_records(directory, 40)
+
+    def fail(*_: object) -> None:
+        raise DeviceError("write header", errno=errno.EIO)
+
+    with open_rank(directory, **change, finish=False) as opened, monkeypatch.context() as patch:
+        patch.setattr(rank_file, "write_header", fail)
+        with pytest.raises(DeviceError):
+            opened.finish()
+        opened.undo()
+    with open_rank(directory) as again:
+        assert not any("set aside" in note for note in again.notes)
+    kept = {9: 9, 99: 40}.get(change.get("slot_count", 0), 0)
+    assert records_in(directory)[:40] == [
+        record_of(slot) if slot < kept else bytes(128) for slot in range(40)
+    ]
+
+
 def test_an_unreadable_header_is_set_aside(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
