@@ -369,6 +369,7 @@ class _Opening:
             epoch = self.found.epoch + (0 if self.data.size_bytes else 1)
             self.header = replace(self.header, epoch=epoch, clears=self.found.clears)
         elif self._former is not None:
+            self.header = replace(self.header, clears=self._former.clears)
             self._prove_mode_and_write(self._former)
         else:
             self.record.empty()

@@ -269,6 +269,14 @@ def test_another_slot_size_starts_over_in_the_same_space(directory: Path) -> Non
     assert records_in(directory) == [bytes(128)] * 64
 
 
+@pytest.mark.parametrize("change", [{"slot_bytes": 4096}, {"persist": False}])
+def test_dropped_blocks_leave_the_number_of_clears(directory: Path, change: dict[str, Any]) -> None:
+    with open_rank(directory) as opened:
+        opened.bump_epoch(3)
+    with open_rank(directory, **change) as opened:  # or a path that was away knew of more clears
+        assert opened.header.clears == 3
+
+
 @pytest.mark.parametrize("change", [{"slot_count": 9}, {"slot_count": 99}, {"slot_bytes": 4096}])
 def test_what_cannot_be_undone_waits_for_finish(directory: Path, change: dict[str, Any]) -> None:
     open_rank(directory).close()
