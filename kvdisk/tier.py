@@ -82,9 +82,9 @@ class DiskTier:
     ) -> DiskTier:
         """A tier for the blocks of ``layout``, with what earlier runs of ``identity`` left.
 
-        ``direct_stores``: blocks in aligned host memory, each filling its slot, are written from
-        where they are. They must then stay unchanged until the store has ended. ``tell_removed``
-        keeps what ``take_removed`` gives.
+        ``direct_stores``: blocks in host memory, aligned as the disk asks and each filling its
+        slot, are written from where they are; others by way of the ring. Blocks must then stay
+        unchanged until the store has ended. ``tell_removed`` keeps what ``take_removed`` gives.
 
         Raises ConfigError (an option, the directory or the size cannot work), BusyError (another
         process has it open) or DeviceError (the disk does not do what is needed).

@@ -240,6 +240,7 @@ class TransferEngine:
     ) -> TransferEngine:
         """An engine for one rank's files with an operator's settings.
 
+        ``direct_stores`` where the blocks' memory and the disk's alignment allow it.
         Raises as the constructor, and ConfigError when the ring does not fit memory.
         """
         config.check_memory()
@@ -264,7 +265,7 @@ class TransferEngine:
             load_reserve=reserved_buffers(buffers, config.load_reserve),
             store_depth_beside_loads=config.store_depth_beside_loads,
             store_queue_bytes=config.store_queue_bytes,
-            direct_stores=direct_stores,
+            direct_stores=direct_stores and _may_be_direct(layout, rank_file),
         )
 
     # --- moving blocks
@@ -472,3 +473,14 @@ def _pack(keys: Iterable[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.
         b"".join(key.ljust(KEY_BYTES_MAX, b"\0") for key in stored), dtype=np.uint8
     )
     return packed.reshape(-1, KEY_BYTES_MAX), lengths
+
+
+def _may_be_direct(layout: Layout, rank_file: RankFile) -> bool:
+    region = layout.regions[0]
+    return (
+        layout.device == "cpu"
+        and len(layout.regions) == 1
+        and layout.block_bytes == rank_file.slot_bytes
+        and region.address % rank_file.alignment == 0
+        and region.block_stride_bytes % rank_file.alignment == 0
+    )

@@ -76,3 +76,21 @@ def test_direct_stores_from_memory_of_any_kind(tmp_path: Path, registers: bool) 
         assert move(tier, tier.store(keys, range(COUNT))) == [RowStatus.OK] * COUNT
         assert move(tier, tier.load(keys, range(COUNT, 2 * COUNT))) == [RowStatus.OK] * COUNT
     assert np.array_equal(blocks[:COUNT], blocks[COUNT:])
+
+
+@pytest.mark.parametrize("shift", [8, 256])
+def test_memory_that_the_disk_does_not_take_goes_by_way_of_the_ring(
+    tmp_path: Path, shift: int
+) -> None:
+    memory = mmap.mmap(-1, 2 * COUNT * BLOCK_BYTES + 4096)
+    blocks = np.frombuffer(memory, dtype=np.uint8)[shift : shift + 2 * COUNT * BLOCK_BYTES]
+    blocks = blocks.reshape(2 * COUNT, BLOCK_BYTES)
+    layout = Layout.from_tensors(blocks)
+    config = config_of([tmp_path / "kv"], COUNT, BLOCK_BYTES)
+    keys = keys_of(range(COUNT))
+    with DiskTier.open(layout, identity_of(layout), config, direct_stores=True) as tier:
+        for block, key in enumerate(keys):
+            blocks[block] = content(key, 0, BLOCK_BYTES)
+        assert move(tier, tier.store(keys, range(COUNT))) == [RowStatus.OK] * COUNT
+        assert move(tier, tier.load(keys, range(COUNT, 2 * COUNT))) == [RowStatus.OK] * COUNT
+    assert np.array_equal(blocks[:COUNT], blocks[COUNT:])

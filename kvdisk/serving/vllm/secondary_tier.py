@@ -140,9 +140,7 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         self._drain_limit_s = longest_ns / 1e9 + _SLACK_S
         wanted = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = ChunkEvents(wanted=wanted, locality=self.locality)
-        self._tier = DiskTier.open(
-            layout, content, config, direct_stores=_is_aligned(layout), tell_removed=wanted
-        )
+        self._tier = DiskTier.open(layout, content, config, direct_stores=True, tell_removed=wanted)
         health = self._tier.health()
         logger.info("%s", opening_line(health.facts, self._tier.stats().counters.restored))
         self._jobs: dict[int, tuple[TransferJob, bool]] = {}  # by our transfer; whether a load
@@ -315,14 +313,6 @@ def _layout_of(primary_kv_view: memoryview) -> Layout:
     # A plain description: a tensor kept by us would stop vLLM from releasing its memory.
     described = Layout.from_tensors(rows)
     return Layout(described.regions, described.block_count, described.block_bytes)
-
-
-def _is_aligned(layout: Layout) -> bool:
-    region = layout.regions[0]
-    return all(
-        value % 4096 == 0
-        for value in (region.address, region.block_stride_bytes, layout.block_bytes)
-    )
 
 
 def _settings(
