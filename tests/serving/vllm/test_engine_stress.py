@@ -2,6 +2,9 @@
 
 Whatever is moved, the tokens are those of the engine alone; and when all have ended, nothing is
 left of them: no pin, no transfer, no buffer, no slot set aside, no entry in any of our tables.
+
+Of a thousand requests one may be so close to a tie that the engine alone does not agree with itself
+when it cuts the work into other steps. So it is asked in two ways there, and either answer is right.
 """
 
 from __future__ import annotations
@@ -24,14 +27,17 @@ def common(model: Path) -> dict[str, Any]:
     return {"model": str(model), "max_num_seqs": 6, "max_num_batched_tokens": 256}
 
 
-def right_tokens(model: Path, log: Path, requests: int) -> dict[str, list[int]]:
-    with engine(log, **common(model), in_process=True) as alone:
-        answers: dict[str, list[int]] = alone.tell("stress", seed=SEED, requests=requests)["tokens"]
+Tokens = dict[str, list[int]]  # by request
+
+
+def right_tokens(model: Path, log: Path, requests: int, **changes: Any) -> Tokens:
+    with engine(log, **{**common(model), **changes}, in_process=True) as alone:
+        answers: Tokens = alone.tell("stress", seed=SEED, requests=requests)["tokens"]
         return answers
 
 
 def check(
-    right: dict[str, list[int]],
+    alone: list[Tokens],
     model: Path,
     log: Path,
     transfer: dict[str, Any],
@@ -42,7 +48,11 @@ def check(
     options = {**common(model), "kv_transfer_config": transfer, "in_process": True}
     with engine(log, **options) as one:
         answer = one.tell("stress", seed=SEED, requests=requests)
-        assert answer["tokens"] == right
+        got: Tokens = answer["tokens"]
+        assert set(got) == set(alone[0])
+        wrong = [name for name in got if all(got[name] != each[name] for each in alone)]
+        assert wrong == []
+        assert sum(got[name] != alone[0][name] for name in got) <= requests // 100
         assert answer["aborted"] > requests // 20
         assert_nothing_left(one)
         events = one.tell("events")
@@ -62,12 +72,17 @@ def test_a_short_one(model: Path, tmp_path: Path) -> None:
     right = right_tokens(model, tmp_path / "alone.log", 120)
     for name, options, evicts in (("fits", {}, False), ("evicts", {"capacity": SMALL}, True)):
         transfer = direct(tmp_path / name, partial_loads="on", **options)
-        check(right, model, tmp_path / f"{name}.log", transfer, requests=120, evicts=evicts)
+        check([right], model, tmp_path / f"{name}.log", transfer, requests=120, evicts=evicts)
 
 
 @pytest.fixture(scope="module")
-def right(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
-    return right_tokens(model, tmp_path_factory.mktemp("right") / "log", 1200)
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Tokens]:
+    logs = tmp_path_factory.mktemp("alone")
+    cuts: list[dict[str, Any]] = [{}, {"max_num_seqs": 3}]
+    return [
+        right_tokens(model, logs / str(number), 1200, **changes)
+        for number, changes in enumerate(cuts)
+    ]
 
 
 @MODES
@@ -75,10 +90,11 @@ def right(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, li
 def test_a_long_one(
     mode: Callable[..., dict[str, Any]],
     model: Path,
-    right: dict[str, list[int]],
+    alone: list[Tokens],
     tmp_path: Path,
 ) -> None:
-    assert len(right) >= 1000
-    ram = {"ram_bytes": 4 << 20} if mode is below_ram else {}
-    transfer = mode(tmp_path / "kv", capacity=SMALL, partial_loads="on", **ram)
-    check(right, model, tmp_path / "log", transfer, requests=1200, evicts=True)
+    assert len(alone[0]) >= 1000
+    below = {"ram_bytes": 4 << 20, "capacity": "8MiB"}  # more than the RAM tier, or it has all
+    options = below if mode is below_ram else {"capacity": SMALL}
+    transfer = mode(tmp_path / "kv", partial_loads="on", **options)
+    check(alone, model, tmp_path / "log", transfer, requests=1200, evicts=True)
