@@ -3,8 +3,9 @@
 Whatever is moved, the tokens are those of the engine alone; and when all have ended, nothing is
 left of them: no pin, no transfer, no buffer, no slot set aside, no entry in any of our tables.
 
-Of a thousand requests one may be so close to a tie that the engine alone does not agree with itself
-when it cuts the work into other steps. So it is asked in two ways there, and either answer is right.
+Of a thousand requests one may be so close to a tie that the engine alone does not agree with
+itself when it cuts the work into other steps. So it is asked in two ways there, and either answer
+is right.
 """
 
 from __future__ import annotations
