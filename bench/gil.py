@@ -129,11 +129,6 @@ class Load:
         self.blocks += len(result.statuses)
 
 
-def blocks_moved(rig: Rig) -> int:
-    stats = rig.engine.stats()
-    return int(stats["rows_loaded"] + stats["rows_stored"])
-
-
 @contextmanager
 def ahead(rig: Rig, arguments: argparse.Namespace) -> Iterator[None]:
     """One transfer that keeps the engine busy for longer than the measurement."""
@@ -253,10 +248,14 @@ def beside_engine(
         context = feeding(load, rig, processors)
     else:
         context = ahead(rig, arguments)
+
+    def moved_bytes() -> int:  # the engine's statistics may be old while it is busy
+        return rig.engine.load_progress().bytes if way == "ahead" else load.blocks * arguments.block
+
     with context:
-        started, blocks = time.perf_counter(), blocks_moved(rig)
+        started, before = time.perf_counter(), moved_bytes()
         speed = count_for(arguments.seconds, load.go_on if way == "stepping" else None)
-        moved = (blocks_moved(rig) - blocks) * arguments.block / (time.perf_counter() - started)
+        moved = (moved_bytes() - before) / (time.perf_counter() - started)
     load.end()
     return speed, moved
 
