@@ -136,8 +136,8 @@ def tier_lookup(keys: Keys, slots: int) -> Callable[[OffloadKey, ReqContext], Lo
     blocks = np.zeros((1, BLOCK_BYTES), np.uint8)
     worker = SimulatedWorker(SimulatedDisk(), blocks, simulated_config(slots, BLOCK_BYTES))
     tier = KVDiskTier.__new__(KVDiskTier)
-    tier._tier = DiskTier(ours.manager.scheduler, worker)
-    tier._waited = {}
+    tier._tier = DiskTier(ours.manager.scheduler, worker, len(blocks))
+    tier._waited, tier._allowed, tier._jobs = {}, {}, {}
     return tier.lookup
 
 

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import numpy as np
+import numpy.typing as npt
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
@@ -60,11 +62,30 @@ _UNKNOWN_CONTENT: Final = (
 _HIT: Final = LookupResult.HIT
 _MISS: Final = LookupResult.MISS
 _SLACK_S: Final = 30.0  # beyond the longest deadline
+_STORE_WAIT: Final = "2s"  # well below the deadline: what begins late has the time to end
+_STORE_QUEUE_MIN_BYTES: Final = 64 * 2**20
 
 logger = init_logger("vllm.kvdisk")
 
 # The engine's configuration, from the connector to the tier that is made a moment later.
 _engine_config: list[Any] = []
+
+
+@dataclass(frozen=True)
+class _Job:
+    """``keys`` in the order of our transfer."""
+
+    of_vllm: TransferJob
+    keys: list[OffloadKey]
+    is_load: bool
+
+
+@dataclass(frozen=True)
+class _Allowance:
+    """How much of the disk a request may have: up to a token, in so many rows of the RAM tier."""
+
+    end_token: int
+    rows: int
 
 
 class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
@@ -97,8 +118,9 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
             if self.ask_planner(lambda it: it.busy(request_id, now_s), False):
                 return None, False
             missing = request.num_tokens - num_computed_tokens
+            at_most = min(missing, tier.room_tokens)
             wanted = self.ask_planner(
-                lambda it: it.tokens_to_load(request_id, missing, 0, now_s), missing
+                lambda it: it.tokens_to_load(request_id, at_most, missing - at_most, now_s), at_most
             )
             if wanted is None:
                 return None, False
@@ -135,6 +157,9 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
         layout = _layout_of(primary_kv_view)
+        # What waits for the disk holds rows of the RAM tier and nothing of a GPU: half of them may.
+        waiting = max(_STORE_QUEUE_MIN_BYTES, layout.block_count * layout.block_bytes // 2)
+        options = {"store_wait": _STORE_WAIT, "store_queue": f"{waiting}B", **options}
         config, content = _settings(offloading_spec, layout, weights, identity, options)
         longest_ns = max(config.load_deadline_ns, config.store_deadline_ns)
         self._drain_limit_s = longest_ns / 1e9 + _SLACK_S
@@ -143,18 +168,21 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         self._tier = DiskTier.open(layout, content, config, direct_stores=True, tell_removed=wanted)
         health = self._tier.health()
         logger.info("%s", opening_line(health.facts, self._tier.stats().counters.restored))
-        self._jobs: dict[int, tuple[TransferJob, bool]] = {}  # by our transfer; whether a load
+        self._jobs: dict[int, _Job] = {}  # by our transfer
         self._finished: list[JobResult] = []
         self._waited: dict[str, bool] = {}  # by request: whether it has waited in vain
+        self._served: set[str] = set()  # requests that have been loaded for since they were asked
         self._told = TierCounters(block_bytes=layout.block_bytes)
         self.config = config
         self.partial_loads: PartialLoads | None = None  # who is told of loads, if anyone
         groups = offloading_spec.config.groups
         cache = offloading_spec.config.cache
         block_tokens = groups[0].tokens_per_block if groups else cache.tokens_per_hash
-        self._chunk_tokens = block_tokens * cache.blocks_per_chunk
+        self._chunk_tokens = int(block_tokens * cache.blocks_per_chunk)
         self._keys_per_chunk = max(1, len(groups))
-        self._allowed: dict[str, int] = {}  # up to which token a request may have what is here
+        self._allowed: dict[str, _Allowance] = {}  # by request that is not settled yet
+        self._allowed_rows = 0
+        self._rows = layout.block_count  # of the RAM tier
 
     # --- how much of a prefix comes from the disk
 
@@ -167,16 +195,32 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         """Bytes a second that the disk gives; None: not yet known."""
         return self._tier.load_rate()
 
+    @property
+    def room_tokens(self) -> int:
+        """How many more may be allowed: what is brought up and not yet taken fills half the RAM
+        tier at most, so that it stays there until it is.
+        """
+        rows = max(0, self._rows // 2 - self._allowed_rows)
+        return rows // self._keys_per_chunk * self._chunk_tokens
+
     def has_allowance(self, request_id: str) -> bool:
         return request_id in self._allowed
 
     def allow(self, request_id: str, begin_token: int, tokens: int) -> None:
         """A request may have so many tokens from the disk, a chunk at least unless it is none."""
+        self.forget_allowance(request_id)
+        self._served.discard(request_id)
         chunks = -(-tokens // self._chunk_tokens)
-        self._allowed[request_id] = begin_token + chunks * self._chunk_tokens
+        allowance = _Allowance(
+            end_token=begin_token + chunks * self._chunk_tokens, rows=chunks * self._keys_per_chunk
+        )
+        self._allowed[request_id] = allowance
+        self._allowed_rows += allowance.rows
 
     def forget_allowance(self, request_id: str) -> None:
-        self._allowed.pop(request_id, None)
+        allowance = self._allowed.pop(request_id, None)
+        if allowance is not None:
+            self._allowed_rows -= allowance.rows
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -184,19 +228,21 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
 
     @failsafe(lambda self, key, req_context: _MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if self._waited.get(req_context.req_id):
+        request_id = req_context.req_id
+        if request_id in self._served or self._waited.get(request_id):
             return _MISS  # what it still lacks is computed
-        allowed = self._allowed.get(req_context.req_id)
-        end_token = req_context.get_offload_key_position(key)
-        if allowed is not None and end_token is not None and end_token > allowed:
-            return _MISS
+        allowance = self._allowed.get(request_id)
+        if allowance is not None:
+            end_token = req_context.get_offload_key_position(key)
+            if end_token is not None and end_token > allowance.end_token:
+                return _MISS
         return _HIT if self._tier.contains([key]) else _MISS
 
     @failsafe(lambda self, job_metadata: self._fail(job_metadata))
     def submit_store(self, job_metadata: TransferJob) -> None:
-        keys = list(job_metadata.keys)
-        transfer_id = self._tier.store(keys, np.asarray(job_metadata.chunk_ids))
-        self._jobs[transfer_id] = (job_metadata, False)
+        keys, rows = _head_first(job_metadata)
+        transfer_id = self._tier.store(keys, rows)
+        self._jobs[transfer_id] = _Job(job_metadata, keys, is_load=False)
 
     @failsafe(lambda self, job_metadata: self._fail(job_metadata))
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -205,7 +251,7 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         if self.partial_loads is not None:
             tokens = len(keys) * self._chunk_tokens // self._keys_per_chunk
             self.partial_loads.load_began(job_metadata.req_context.req_id, tokens)
-        self._jobs[transfer_id] = (job_metadata, True)
+        self._jobs[transfer_id] = _Job(job_metadata, keys, is_load=True)
 
     @failsafe(lambda self: self._take_finished())
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -227,6 +273,7 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._waited.pop(req_context.req_id, None)
+        self._served.discard(req_context.req_id)
         self.forget_allowance(req_context.req_id)
 
     def drain_jobs(self) -> None:
@@ -267,43 +314,58 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
     def _break_down(self) -> None:
         """Nothing is copied any more when the jobs end, since vLLM then reuses their rows."""
         self._tier.close()
-        for job, _ in self._jobs.values():
-            self._fail(job)
+        for job in self._jobs.values():
+            self._fail(job.of_vllm)
         self._jobs.clear()
 
     def _poll(self) -> None:
         finished = self._tier.poll().finished
         self._tell_removed()
         for result in finished:
-            job, is_load = self._jobs.pop(result.transfer_id)
-            keys = list(job.keys)
+            job = self._jobs.pop(result.transfer_id)
             good = result.statuses == RowStatus.OK
-            if is_load and self.partial_loads is not None:
-                self._tell_load_ended(job.req_context.req_id, self.partial_loads)
-            if not is_load:
-                self._events.stored(key for key, ok in zip(keys, good.tolist(), strict=True) if ok)
+            if not job.is_load:
+                stored = zip(job.keys, good.tolist(), strict=True)
+                self._events.stored(key for key, ok in stored if ok)
                 good |= result.statuses == RowStatus.BUSY  # another store of it is under way
-            moved = [key for key, ok in zip(keys, good.tolist(), strict=True) if ok]
-            if is_load and len(moved) < len(keys) and job.req_context.req_id in self._waited:
-                self._waited[job.req_context.req_id] = True
+            moved = [key for key, ok in zip(job.keys, good.tolist(), strict=True) if ok]
+            if job.is_load:
+                self._load_ended(job.of_vllm.req_context.req_id, whole=len(moved) == len(job.keys))
             self._finished.append(
                 JobResult(
-                    job_id=job.job_id,
-                    success=len(moved) == len(keys),
-                    successful_keys=moved if is_load else None,
-                    transfer_time=time.monotonic() - job.submit_time,
+                    job_id=job.of_vllm.job_id,
+                    success=len(moved) == len(job.keys),
+                    successful_keys=moved if job.is_load else None,
+                    transfer_time=time.monotonic() - job.of_vllm.submit_time,
                     transfer_bytes=len(moved) * self.block_size_bytes,
                 )
             )
 
-    def _tell_load_ended(self, request_id: str, told: PartialLoads) -> None:
-        """Once all loads of the request have."""
-        loads = (job for job, is_load in self._jobs.values() if is_load)
-        if all(job.req_context.req_id != request_id for job in loads):
-            told.load_ended(request_id)
+    def _load_ended(self, request_id: str, *, whole: bool) -> None:
+        """A request waits for the disk once: else two that are brought up in turns, each out of a
+        RAM tier too small for both, would wait for ever.
+        """
+        if request_id in self._waited:  # else it has ended
+            self._served.add(request_id)
+            self._waited[request_id] |= not whole
+        loads = (job for job in self._jobs.values() if job.is_load)
+        others = any(job.of_vllm.req_context.req_id == request_id for job in loads)
+        if self.partial_loads is not None and not others:
+            self.partial_loads.load_ended(request_id)
 
     def _tell_removed(self) -> None:
         self._events.removed(OffloadKey(key) for key in self._tier.take_removed())
+
+
+def _head_first(job: TransferJob) -> tuple[list[OffloadKey], npt.NDArray[np.int64]]:
+    """The keys of a store and their rows, in the order of their tokens: vLLM keeps them as a set.
+
+    The disk gives up a prefix's tail before its head, and what does not fit is the last.
+    """
+    position = job.req_context.get_offload_key_position
+    pairs = zip(job.keys, np.asarray(job.chunk_ids).tolist(), strict=True)
+    ordered = sorted(pairs, key=lambda pair: position(pair[0]) or 0)
+    return [key for key, _ in ordered], np.array([row for _, row in ordered], dtype=np.int64)
 
 
 def _layout_of(primary_kv_view: memoryview) -> Layout:

@@ -38,8 +38,8 @@ class Rig:
         self.tier.submit_store(self._job(numbers, is_load=False))
         return self.jobs
 
-    def load(self, *numbers: int) -> int:
-        self.tier.submit_load(self._job(numbers, is_load=True))
+    def load(self, *numbers: int, request: ReqContext = REQUEST) -> int:
+        self.tier.submit_load(self._job(numbers, is_load=True, request=request))
         return self.jobs
 
     def finished(self) -> list[JobResult]:
@@ -50,10 +50,12 @@ class Rig:
         found = [self.tier.lookup(key(number), request) for number in numbers]
         return [each is LookupResult.HIT for each in found]
 
-    def _job(self, numbers: tuple[int, ...], *, is_load: bool) -> TransferJob:
+    def _job(
+        self, numbers: tuple[int, ...], *, is_load: bool, request: ReqContext = REQUEST
+    ) -> TransferJob:
         self.jobs += 1
         keys = [key(number) for number in numbers]
-        return TransferJob(self.jobs, keys, np.array(numbers), is_load, REQUEST)
+        return TransferJob(self.jobs, keys, np.array(numbers), is_load, request)
 
 
 @pytest.fixture
@@ -206,6 +208,70 @@ def test_a_request_gets_no_more_from_the_disk_than_it_is_allowed(rig: Rig) -> No
     rig.tier.on_request_finished(asking)
     assert not rig.tier.has_allowance("asking")
     assert rig.hits(*range(6), request=asking) == [True] * 6
+
+
+def test_a_request_waits_for_the_disk_once(rig: Rig) -> None:
+    """Else two whose chunks push each other out of the RAM tier may be brought up for ever."""
+    rig.store(*range(4))
+    rig.finished()
+    asking, other = ReqContext("asking"), ReqContext("other")
+    for request in (asking, other):
+        rig.tier.on_new_request(request)
+    rig.tier.allow("asking", 0, 4 * TOKENS)
+    assert rig.hits(0, 1, request=asking) == [True, True]
+    rig.load(0, 1, request=asking)
+    assert rig.hits(2, request=asking) == [True]  # the first load has not ended
+    assert rig.finished()[0].success
+    assert rig.hits(0, 1, 2, request=asking) == [False] * 3
+    assert rig.hits(0, request=other) == [True]
+    rig.tier.forget_allowance("asking")
+    assert rig.hits(0, request=asking) == [False]
+    rig.tier.allow("asking", 0, 4 * TOKENS)  # preempted, it is asked for anew
+    assert rig.hits(0, request=asking) == [True]
+    rig.load(0, request=asking)
+    rig.finished()
+    rig.tier.on_request_finished(asking)
+    assert rig.hits(0, request=asking) == [True]
+    assert not rig.tier._served
+
+
+def test_no_more_is_allowed_than_half_the_ram_tier_takes(rig: Rig) -> None:
+    assert rig.tier.room_tokens == 8 * TOKENS
+    rig.tier.allow("first", 0, 3 * TOKENS)
+    rig.tier.allow("second", 2 * TOKENS, 4 * TOKENS + 1)
+    assert rig.tier.room_tokens == 0
+    rig.tier.allow("first", 0, TOKENS)
+    assert rig.tier.room_tokens == 2 * TOKENS
+    rig.tier.allow("more than there is room for", 0, 9 * TOKENS)
+    assert rig.tier.room_tokens == 0
+    for request in ("first", "more than there is room for"):
+        rig.tier.forget_allowance(request)
+        rig.tier.forget_allowance(request)
+    rig.tier.on_request_finished(ReqContext("second"))
+    assert rig.tier.room_tokens == 8 * TOKENS
+
+
+def test_the_head_of_a_prefix_is_stored_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM hands its keys over as a set; the tail is what finds no room, or is evicted."""
+    storing = ReqContext("storing")
+    for number in range(8):
+        storing.set_offload_key_position(key(number), (1 + number) * TOKENS)
+    asked: list[list[bytes]] = []
+    plain = rig.tier._tier.store
+
+    def store(keys: list[bytes], rows: npt.NDArray[np.int64]) -> int:
+        asked.append(keys)
+        return plain(keys, rows)
+
+    monkeypatch.setattr(rig.tier._tier, "store", store)
+    before = rig.rows.copy()
+    rig.tier.submit_store(rig._job((5, 2, 7, 0, 3, 6, 1, 4), is_load=False, request=storing))
+    assert rig.finished()[0].success
+    assert asked == [[key(number) for number in range(8)]]
+    rig.rows[:] = 0
+    rig.load(*range(8))
+    assert rig.finished()[0].success
+    assert (rig.rows[:8] == before[:8]).all()
 
 
 def test_loads_are_told_to_whoever_plans_them(rig: Rig) -> None:
