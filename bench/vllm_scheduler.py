@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -38,10 +39,10 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from kvdisk.key_index import KEY_BYTES_MAX
 from kvdisk.messages import PathState, RankOpened, RankReport, RankResult
 from kvdisk.serving.vllm.manager import KVDiskManager
-from kvdisk.serving.vllm.secondary_tier import KVDiskTier
 from kvdisk.testing import SimulatedDisk, SimulatedWorker, simulated_config
 from kvdisk.tier import DiskTier
 from kvdisk.transfer import RowStatus
+from tests.serving.vllm.chunks import secondary_tier
 
 KEY_BYTES = 36  # a sha256 block hash and a 4-byte group index
 BLOCK_BYTES = 4096
@@ -135,9 +136,11 @@ def tier_lookup(keys: Keys, slots: int) -> Callable[[OffloadKey, ReqContext], Lo
     ours = OurManager(keys, slots)
     blocks = np.zeros((1, BLOCK_BYTES), np.uint8)
     worker = SimulatedWorker(SimulatedDisk(), blocks, simulated_config(slots, BLOCK_BYTES))
-    tier = KVDiskTier.__new__(KVDiskTier)
+    with tempfile.TemporaryDirectory() as directory:
+        tier = secondary_tier(Path(directory), blocks)
+        tier._tier.close()
     tier._tier = DiskTier(ours.manager.scheduler, worker, len(blocks))
-    tier._waited, tier._allowed, tier._jobs = {}, {}, {}
+    tier.on_new_request(REQUEST)
     return tier.lookup
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +17,11 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
 from kvdisk.serving.vllm.secondary_tier import KVDiskTier
 from kvdisk.testing import Faults, SimulatedDisk, simulated_config, simulated_tier
-from tests.serving.vllm.chunks import REQUEST, broken, key
+from tests.serving.vllm.chunks import REQUEST, TOKENS, broken, key, secondary_tier
 
 pytestmark = pytest.mark.quick
 
 ROW_BYTES = 4096
-TOKENS = 16  # of a chunk
 
 
 @dataclass
@@ -60,30 +58,8 @@ class Rig:
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
-    parallel = SimpleNamespace(
-        world_size=1, tp_size=1, pp_size=1, data_parallel_index=0, data_parallel_size=1
-    )
-    config = SimpleNamespace(
-        groups=(SimpleNamespace(tokens_per_block=TOKENS, layer_names=("layer",)),),
-        kv_cache_layout="LBHNC",
-        cache=SimpleNamespace(tokens_per_hash=TOKENS, blocks_per_chunk=1),
-        model=SimpleNamespace(name="model", dtype="float32"),
-        parallel=parallel,
-    )
-    spec = SimpleNamespace(
-        config=config, kv_events_config=SimpleNamespace(enable_kv_cache_events=True)
-    )
     rows = np.random.default_rng(1).integers(0, 256, (16, ROW_BYTES), dtype=np.uint8)
-    tier = KVDiskTier(
-        spec,
-        rows.data,
-        "KVDiskTier",
-        enable_kv_events=True,
-        identity="test",
-        path=str(tmp_path),
-        capacity="4MiB",
-        ring="1MiB",
-    )
+    tier = secondary_tier(tmp_path, rows)
     yield Rig(tier, rows)
     tier.shutdown()
 
