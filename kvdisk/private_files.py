@@ -41,8 +41,7 @@ def open_private_directory(path: Path, made: ExitStack) -> int:
     """
     parent = _open_parent(path.parent, made)
     try:
-        if _make_directory(path, path.name, parent):
-            made.callback(_remove_if_empty, path)
+        _make_directory(path, path.name, parent, made)
         status = os.stat(path.name, dir_fd=parent, follow_symlinks=False)
         _require_directory(path, status)
         if status.st_uid != os.geteuid():
@@ -61,8 +60,7 @@ def open_private_directory(path: Path, made: ExitStack) -> int:
 def _open_parent(path: Path, made: ExitStack) -> int:
     """The directory in which ours lies. It may belong to root or us, nobody else."""
     try:
-        if _make_directory(path, path, None):
-            made.callback(_remove_if_empty, path)
+        _make_directory(path, path, None, made)
         _accept(path, link_refusal(os.lstat(path)))
         parent = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -82,12 +80,12 @@ def _accept(path: Path, refusal: Refusal | None) -> None:
         raise ConfigError(refusal.about(path))
 
 
-def _make_directory(path: Path, name: str | Path, parent: int | None) -> bool:
-    """Like mkdir, but 0700 under any umask, and content with what is there: then False."""
+def _make_directory(path: Path, name: str | Path, parent: int | None, made: ExitStack) -> None:
+    """Like mkdir, but 0700 under any umask, content with what is there, and known to ``made``."""
     try:
         os.mkdir(name, 0o700, dir_fd=parent)
     except FileExistsError:
-        return False
+        return
     except FileNotFoundError as error:
         # An open parent has only now been removed, as another open does that made it and fails.
         # /proc takes no directories and says so in these words.
@@ -96,10 +94,10 @@ def _make_directory(path: Path, name: str | Path, parent: int | None) -> bool:
         raise ConfigError(
             f"{path.parent} does not exist: make it, or mount the disk that should be there."
         ) from error
+    made.callback(_remove_if_empty, path)
     # A umask may have taken bits away; nobody else could put something else here so soon, except
     # in a directory that the next check refuses.
     os.chmod(name, 0o700, dir_fd=parent)
-    return True
 
 
 def _remove_if_empty(path: Path) -> None:
@@ -123,12 +121,16 @@ def open_locked(folder: int, path: Path) -> int:
     DeviceError when the file system cannot do it.
     """
     for _ in range(_OPEN_ATTEMPTS):
-        file = _open_private(folder, path)
+        file, is_new = _open_private(folder, path)
         try:
+            _make_private(file, path)
             _lock(file, path)
             if _is_still(folder, path.name, file):
                 return file
-        except BaseException:
+        except BaseException as error:
+            # Of a file system that has no locks, say. What BusyError is about is somebody else's.
+            if is_new and isinstance(error, (OSError, DeviceError)):
+                undo_create(folder, path.name, file)
             os.close(file)
             raise
         os.close(file)  # renamed or removed between open and lock: not the one others would see
@@ -235,9 +237,9 @@ def _rename_no_replace(folder: int, source: str, target: str) -> None:
     os.unlink(source, dir_fd=folder)
 
 
-def _open_private(folder: int, path: Path) -> int:
-    """Open or create; never through a link, and never what is not a plain file of ours."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+def _open_private(folder: int, path: Path) -> tuple[int, bool]:
+    """A descriptor, and whether the file was made here. Never through a link, nor of a FIFO."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with suppress(FileNotFoundError):
             # Looked at before it is opened: opening a FIFO or a device can already have effects.
@@ -245,18 +247,20 @@ def _open_private(folder: int, path: Path) -> int:
             _require_own_file(path, status)
             if stat.S_IMODE(status.st_mode) != 0o600:
                 os.chmod(path.name, 0o600, dir_fd=folder)
-        file = os.open(path.name, flags, 0o600, dir_fd=folder)
+        with suppress(FileExistsError):
+            made = os.open(path.name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+            return made, True
+        return os.open(path.name, flags | os.O_CREAT, 0o600, dir_fd=folder), False
     except OSError as error:
         raise DeviceError.from_os_error(error, "open", path, _advice(error)) from error
-    try:
-        status = os.fstat(file)
-        if status.st_nlink > 0:
-            _require_own_file(path, status)
-        os.fchmod(file, 0o600)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
+
+
+def _make_private(file: int, path: Path) -> None:
+    """0600 under any umask, and never what is not a plain file of ours."""
+    status = os.fstat(file)
+    if status.st_nlink > 0:
+        _require_own_file(path, status)
+    os.fchmod(file, 0o600)
 
 
 def _require_own_file(path: Path, status: os.stat_result) -> None:

@@ -297,6 +297,33 @@ def test_a_file_system_without_locks_is_refused(
     with pytest.raises(DeviceError, match="has no locks") as caught:
         open_rank(directory)
     assert (caught.value.errno, caught.value.op) == (number, "lock")
+    assert not directory.parent.exists()
+
+
+def test_a_file_that_another_process_locked_first_is_left_to_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(file: int, operation: int) -> None:
+        raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
+
+    monkeypatch.setattr(private_files, "_GONE_HOLDER_PATIENCE_S", 0)
+    monkeypatch.setattr(fcntl, "flock", busy)
+    with pytest.raises(BusyError):
+        open_rank(directory)
+    assert names_in(directory) == [NAMES[0]]  # although it was made here
+
+
+@pytest.mark.parametrize("call", ["chmod", "fchmod"])
+def test_a_file_system_without_modes_is_refused_and_left_as_it_was(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(DeviceError):
+        open_rank(directory)
+    assert not directory.parent.exists()
 
 
 def test_a_holder_that_cannot_be_seen(tmp_path: Path) -> None:
