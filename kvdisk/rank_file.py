@@ -56,6 +56,7 @@ __all__ = ["RankFile", "record_file_bytes", "slots_within"]
 _SLOT_ALIGNMENT: Final = 4096
 _DATA_MARK: Final = "user.kvdisk"
 _DATA_MARK_VALUE: Final = b"KVDISKKV"
+_TRANSIENT: Final = (errno.ENOMEM, errno.EAGAIN, errno.EBUSY, errno.EINTR)
 
 _log = logging.getLogger("kvdisk")
 
@@ -109,8 +110,8 @@ class RankFile:
         O_DIRECT where required, disk trouble).
         """
         wanted = _wanted_header(rank, world_size, slot_count, slot_bytes, fingerprint)
-        with ExitStack() as descriptors, ExitStack() as made:
-            place = Path(os.path.abspath(directory))
+        place = Path(os.path.abspath(directory))
+        with disk_trouble("open", place), ExitStack() as descriptors, ExitStack() as made:
             opening = _Opening(place, wanted, direct, descriptors, made)
             opening.find_what_is_there()
             if not persist:
@@ -118,10 +119,10 @@ class RankFile:
             opening.settle()
             if finish:
                 opening.finish(opening.header)
+            for note in opening.notes:
+                _log.warning("%s", note)
             descriptors.pop_all()
             made_here = made.pop_all()
-        for note in opening.notes:
-            _log.warning("%s", note)
         return cls(
             data_path=opening.data.path,
             record_path=opening.record.path,
@@ -299,11 +300,6 @@ class _File:
             os.close(self.file)
         self.file = -1
 
-    def empty(self) -> None:
-        with disk_trouble("truncate", self.path):
-            os.ftruncate(self.file, 0)
-        self.size_bytes = 0
-
 
 class _Opening:
     """The steps of ``create_or_open`` and what they have found so far.
@@ -372,7 +368,6 @@ class _Opening:
             self.header = replace(self.header, clears=self._former.clears)
             self._prove_mode_and_write(self._former)
         else:
-            self.record.empty()
             self._prove_mode_and_write(self.header)
         _set_mark(self.data.file)
         for each in (self.data, self.record):
@@ -385,8 +380,10 @@ class _Opening:
     def finish(self, header: RankHeader) -> None:
         """What cannot be undone; ``header`` is that of now. Each step leaves files that open."""
         if self._former is not None and self.found is None:
-            self.record.empty()
+            # Its epoch voids all records at once. Without one the data file might be nobody's.
             write_header(self.record.file, self.record.path, header)
+            with disk_trouble("truncate", self.record.path):
+                os.ftruncate(self.record.file, HEADER_BYTES)
             self._reserve(self.record)
         elif self.found is not None and header.slot_count < self.found.slot_count:
             clear_records(self.record.file, self.record.path, header.slot_count)
@@ -441,6 +438,8 @@ class _Opening:
             if self.mode.direct and error.errno == errno.EINVAL:
                 self._fall_back("the record file refused a direct read", error)
                 return self._read_header()
+            if error.errno in _TRANSIENT:  # of the machine: it says nothing about the file
+                raise
             return f"its header cannot be read ({os.strerror(error.errno or errno.EIO)})"
 
     def _prove_mode_and_write(self, header: RankHeader) -> None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import inspect
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -313,7 +314,7 @@ def test_a_disk_that_fails_in_the_last_step_leaves_files_that_open(
         opened.undo()
     with open_rank(directory) as again:
         assert not any("set aside" in note for note in again.notes)
-    kept = {9: 9, 99: 40}.get(change.get("slot_count", 0), 0)
+    kept = {9: 9}.get(change.get("slot_count", 0), 40)
     assert records_in(directory)[:40] == [
         record_of(slot) if slot < kept else bytes(128) for slot in range(40)
     ]
@@ -330,6 +331,59 @@ def test_an_unreadable_header_is_set_aside(
     monkeypatch.setattr(rank_file, "read_page", fail)
     with open_rank(directory) as opened:
         assert "cannot be read" in opened.notes[0]
+
+
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EINTR])
+def test_a_header_that_the_machine_cannot_read_just_now_is_not_damaged(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    open_rank(directory).close()
+
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank_file, "read_page", fail)
+        with pytest.raises(DeviceError):
+            open_rank(directory)
+    assert names_in(directory) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("change", [{"slot_bytes": 4096}, {"persist": False}])
+def test_a_kill_while_blocks_are_dropped_leaves_a_data_file_that_is_ours(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    """On a file system without attributes only the record file says so."""
+    monkeypatch.setattr(os, "getxattr", refuse_attributes)
+    monkeypatch.setattr(os, "setxattr", refuse_attributes)
+    open_rank(directory).close()
+    for name in ("ftruncate", "pwritev"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, dying_after(getattr(os, name)))
+            with pytest.raises(Killed), open_rank(directory, **change, finish=False) as opened:
+                opened.finish()
+        with open_rank(directory) as again:
+            assert not any("set aside" in note for note in again.notes)
+
+
+class Killed(BaseException):
+    pass
+
+
+def dying_after(real: Callable[..., Any]) -> Callable[..., Any]:
+    """The process is gone once ``finish`` has made the call."""
+
+    def call(*args: Any) -> Any:
+        answer = real(*args)
+        if "finish" in {frame.function for frame in inspect.stack()}:
+            raise Killed
+        return answer
+
+    return call
+
+
+def refuse_attributes(*_: object) -> bytes:
+    raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
 
 # Space (A16, A20, A28) --------------------------------------------------------------------------
