@@ -20,6 +20,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from kvdisk.messages import Clear, PathState
 from kvdisk.path_health import PathHealth
 from kvdisk.placement import Placement
 from kvdisk.rank_file import RankFile
+from kvdisk.rank_pages import disk_trouble
 from kvdisk.self_test import self_test
 from kvdisk.transfer import Direction, Events, RowStatus, TransferEngine, TransferResult
 
@@ -192,29 +194,29 @@ class DiskPath:
             except DeviceError as error:  # "kvdisk gc" may remove the directory as we open it
                 if error.errno != errno.ENOENT or left == 1:
                     raise
-        try:
+        with ExitStack() as undo:
+            undo.callback(file.close)
+            undo.callback(file.undo)
             note = self_test(directory, file.mode, placement.slot_bytes, config)
             if note is not None:
                 _log.warning("%s", note)
             path = cls(index, file, layout, config, wake_fd, direct_stores=direct_stores)
-        except BaseException:
-            try:
-                file.undo()
-            finally:
-                file.close()
-            raise
-        note = path.engine.stats()["backend_note"]
-        if note:  # it works, and costs more than it need
-            _log.warning("%s: %s", directory, note)
+            undo.pop_all()
+            undo.callback(path.undo_open)
+            note = path.engine.stats()["backend_note"]
+            if note:  # it works, and costs more than it need
+                _log.warning("%s: %s", directory, note)
+            undo.pop_all()
         return path
 
     def label(self, identity: Identity) -> None:
         """Have the directory say whose it is, and let go of what earlier runs had in excess.
 
-        Once the open can no longer fail elsewhere. Raises DeviceError.
+        Once the open can no longer fail elsewhere. Raises DeviceError or ConfigError.
         """
-        label_namespace(self.directory, identity)
-        self.file.finish()
+        with disk_trouble("label", self.directory):
+            label_namespace(self.directory, identity)
+            self.file.finish()
 
     def undo_open(self) -> None:
         """Close, and remove what opening made: the open fails after all."""

@@ -33,6 +33,8 @@ def disk_trouble(op: str, path: Path) -> Iterator[None]:
             errno.ENOSPC: "Free space on this disk.",
             errno.EDQUOT: "Raise the quota of this user.",
             errno.EROFS: "Mount the file system writable, or use another directory.",
+            errno.EMFILE: "Raise the limit of open files (ulimit -n).",
+            errno.ENOMEM: "Free memory, or raise the limit on this process's.",
         }.get(error.errno or 0, "Check the disk (dmesg).")
         raise DeviceError.from_os_error(error, op, path, advice) from error
 

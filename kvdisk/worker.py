@@ -35,6 +35,7 @@ from kvdisk.messages import Clear, PathState, RankOpened, RankReport, RankResult
 from kvdisk.path_health import error_name
 from kvdisk.placement import Placement, share_of_one_path
 from kvdisk.quiet_log import QuietLog
+from kvdisk.rank_pages import disk_trouble
 from kvdisk.room import require_room
 from kvdisk.transfer import (
     FAILURES,
@@ -143,10 +144,12 @@ class TierWorker:
         config.check_memory()
         require_slot_memory(placement.slot_count, WORKER_BYTES_PER_SLOT, config.ring_bytes)
         share = share_of_one_path(config)
-        wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         paths: dict[int, DiskPath] = {}
         lost: dict[int, str] = {}
-        try:
+        with disk_trouble("open", config.paths[0]), ExitStack() as undo:
+            wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, wake_fd)
+            undo.callback(_undo_open, paths)
             for index in range(len(config.paths)):
                 try:
                     paths[index] = DiskPath.open(
@@ -166,16 +169,14 @@ class TierWorker:
                         raise
                     _log.warning("path left out, its slots are misses: %s", error)
                     lost[index] = str(error)
-            _make_ready(paths, lost, identity)
             per_slot = WORKER_BYTES_PER_SLOT + SCHEDULER_BYTES_PER_SLOT[config.eviction]
             memory = placement.slot_count * per_slot
-            return cls(paths, lost, placement, layout, rank, world_size, wake_fd, clock, memory)
-        except BaseException:
-            with ExitStack() as undo:  # each, whatever becomes of the others
-                undo.callback(os.close, wake_fd)
-                for path in paths.values():
-                    undo.callback(path.undo_open)
-            raise
+            opened = cls(paths, lost, placement, layout, rank, world_size, wake_fd, clock, memory)
+            undo.callback(opened._selector.close)
+            _make_ready(paths, lost, identity)  # last of all, for it cannot be undone
+            opened._watch()
+            undo.pop_all()
+        return opened
 
     def take_opened(self) -> RankOpened:
         """The first message to the scheduler. Given once: it holds what was restored."""
@@ -474,6 +475,12 @@ class TierWorker:
         }
 
 
+def _undo_open(paths: dict[int, DiskPath]) -> None:
+    with ExitStack() as each:  # whatever becomes of the others
+        for path in paths.values():
+            each.callback(path.undo_open)
+
+
 def _make_ready(paths: dict[int, DiskPath], lost: dict[int, str], identity: Identity) -> None:
     """A path that was away during a clear must not bring back what was cleared."""
     clears = max((path.file.header.clears for path in paths.values()), default=0)
@@ -481,7 +488,7 @@ def _make_ready(paths: dict[int, DiskPath], lost: dict[int, str], identity: Iden
         try:
             path.catch_up(clears)
             path.label(identity)
-        except DeviceError as error:
+        except (DeviceError, ConfigError) as error:
             if len(paths) == 1:
                 raise
             _log.warning("path left out, its slots are misses: %s", error)

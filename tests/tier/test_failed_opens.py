@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import itertools
 import os
+import select
+import shutil
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +16,8 @@ from typing import Any
 import pytest
 
 from kvdisk import disk_path
-from kvdisk.errors import BusyError, DeviceError
+from kvdisk.errors import BusyError, ConfigError, DeviceError
+from kvdisk.identity import Identity
 from kvdisk.layout import Layout
 from kvdisk.transfer import TransferEngine
 from kvdisk.units import parse_size
@@ -127,6 +133,97 @@ def test_an_open_that_fails_leaves_a_cache_as_it_was(
             with pytest.raises(DeviceError, match="it is broken"):
                 TierRig(root, **change)
     assert facts_of(root) == before
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new", "there"])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ENOSPC])
+def test_any_call_that_is_refused_once_leaves_all_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool, number: int
+) -> None:
+    """Each call of an open in turn: it succeeds all the same, or raises an error of ours."""
+    root, capacity = tmp_path / "kv", {"capacity": "1MiB"}
+    if there:
+        with tier_rig(root, **capacity) as rig:
+            assert rig.store(KEYS[:10]) == ok(10)
+    before, descriptors = facts_of(root), len(os.listdir("/proc/self/fd"))
+    failed = 0
+    for nth in itertools.count(1):
+        with monkeypatch.context() as patch:
+            refused = refuse_nth(patch, nth, number)
+            try:
+                TierRig(root, **capacity).close()
+            except (BusyError, ConfigError, DeviceError):
+                failed += 1
+                assert facts_of(root) == before, refused
+                assert there or not root.exists(), refused
+        if not there and root.exists():
+            shutil.rmtree(root)
+        assert len(os.listdir("/proc/self/fd")) == descriptors, refused
+        if not refused:
+            break
+    assert failed > 10
+    if there:
+        with tier_rig(root, **capacity) as rig:
+            assert rig.load(KEYS[:10]) == ok(10)
+
+
+def refuse_nth(monkeypatch: pytest.MonkeyPatch, nth: int, number: int) -> list[str]:
+    """Have the ``nth`` call that may well be refused fail, and say here which one that was."""
+    calls = itertools.count(1)
+    refused: list[str] = []
+
+    def refusing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            names = {frame.name for frame in traceback.extract_stack()}
+            # Reading kvdisk.json, which is then written anew, and what comes after it.
+            if not names & {"label_namespace", "finish", "close"} and next(calls) == nth:
+                refused.append(name)
+                raise OSError(number, os.strerror(number))
+            return real(*args, **options)
+
+        return call
+
+    for module, name in (
+        *((os, name) for name in ("open", "mkdir", "chmod", "fchmod", "ftruncate")),
+        *((os, name) for name in ("fsync", "pwritev", "eventfd", "statvfs", "fstatvfs")),
+        (fcntl, "flock"),
+        (select, "epoll"),
+    ):
+        monkeypatch.setattr(module, name, refusing(name, getattr(module, name)))
+    return refused
+
+
+def test_a_machine_out_of_descriptors_in_the_last_step_costs_no_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tier_rig(tmp_path) as rig:
+        assert rig.store(KEYS) == ok(100)
+    before = facts_of(tmp_path)
+
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(select, "epoll", refuse)
+        with pytest.raises(DeviceError, match="ulimit -n"):
+            TierRig(tmp_path, capacity="8MiB")
+    assert facts_of(tmp_path) == before
+
+
+def test_a_path_that_is_refused_in_the_last_step_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = disk_path.label_namespace
+
+    def refuse(directory: Path, identity: Identity) -> None:
+        if directory.is_relative_to(tmp_path / "second"):
+            raise ConfigError("it is writable for everyone by now")
+        real(directory, identity)
+
+    monkeypatch.setattr(disk_path, "label_namespace", refuse)
+    with tier_rig(tmp_path / "first", tmp_path / "second") as rig:
+        assert rig.tier.health().status == "degraded"
+    assert not (tmp_path / "second").exists()
 
 
 def facts_of(root: Path) -> dict[str, tuple[int, int, bytes]]:
