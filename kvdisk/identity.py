@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvdisk.errors import ConfigError, DeviceError
-from kvdisk.private_files import open_private_directory, read_private, set_aside, write_private
+from kvdisk.private_files import (
+    open_private_directory,
+    put_back,
+    read_private,
+    set_aside,
+    write_private,
+)
 
 FORMAT: Final = 1  # of slots, records and this fingerprint together
 NAMESPACE_FILE: Final = "kvdisk.json"
@@ -185,8 +191,10 @@ def is_namespace_name(name: str) -> bool:
 
 def _write_identity(directory: Path, folder: int, identity: Identity) -> None:
     path = directory / NAMESPACE_FILE
-    with suppress(FileNotFoundError):
-        os.stat(path.name, dir_fd=folder, follow_symlinks=False)
-        set_aside(folder, path)
     content = {"fingerprint": identity.fingerprint.hex(), "identity": identity.as_fields()}
-    write_private(folder, path, json.dumps(content, indent=2, sort_keys=True).encode() + b"\n")
+    with ExitStack() as undo:
+        with suppress(FileNotFoundError):
+            os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+            undo.callback(put_back, folder, set_aside(folder, path), path.name)
+        write_private(folder, path, json.dumps(content, indent=2, sort_keys=True).encode() + b"\n")
+        undo.pop_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvdisk.errors import ConfigError
+from kvdisk.errors import ConfigError, DeviceError
 from kvdisk.identity import Identity, is_namespace_name, label_namespace, read_identity_fields
 
 FIELDS: dict[str, Any] = {
@@ -150,6 +151,20 @@ class TestNamespaceFile:
         labelled(tmp_path, Identity(**FIELDS))
         assert read_identity_fields(directory) is not None
         assert (directory / "kvdisk.json.damaged-1").read_bytes() == content
+
+    def test_one_that_cannot_be_replaced_stays_where_it_is(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        directory = labelled(tmp_path, Identity(**FIELDS))
+        (directory / "kvdisk.json").write_bytes(b"of an older version")
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(DeviceError):
+            labelled(tmp_path, Identity(**FIELDS))
+        assert [each.name for each in directory.iterdir()] == ["kvdisk.json"]
 
     def test_a_planted_link_is_refused_or_replaced_but_never_followed(self, tmp_path: Path) -> None:
         directory = labelled(tmp_path / "root", Identity(**FIELDS))
