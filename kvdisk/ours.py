@@ -86,7 +86,7 @@ def _is_ours(folder: int, name: str, names: Sequence[str]) -> bool:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             return False
-        if status.st_size == 0 and RANK_FILE.fullmatch(name):
+        if status.st_size == 0 and (temporary or RANK_FILE.fullmatch(name)):
             return True  # of a server that was killed as it began; there is nothing to lose
         if kind.endswith(".idx"):
             return _is_record_file(file, kind, whole=not leftover)

@@ -223,6 +223,7 @@ def test_what_a_killed_start_leaves_goes(tmp_path: Path) -> None:
     (directory / "rank-1-of-2.idx").touch()
     content = (directory / "kvdisk.json").read_bytes()
     (directory / ".kvdisk.json.12.345").write_bytes(content)
+    (directory / ".kvdisk.json.12.346").touch()
     assert remove(find(tmp_path / "kv")[0][0]).problem == ""
     assert left(tmp_path / "kv") == set()
 
