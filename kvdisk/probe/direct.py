@@ -111,25 +111,24 @@ def _open_and_unlink(directory: Path, flags: int) -> int:
 def _try_direct(file: int) -> DirectoryAnswers:
     memory_align, offset_align = _stated_alignment(file)
     size = max(ALIGNMENTS)
-    with mmap.mmap(-1, 4 * size) as memory, memoryview(memory) as view:
-        # Random, so that neither zeros nor an older file can pass for it. Sources and targets are
-        # shifted by the alignment on trial: memory must be aligned too.
-        view[: 2 * size] = secrets.token_bytes(2 * size)
-        smallest, error, same, from_storage = 0, 0, True, None
-        for alignment in reversed(ALIGNMENTS):
-            shift = alignment % size
-            source = view[shift : shift + alignment]
-            target = view[2 * size + shift :][:alignment]
-            refused, fetched = _write_and_read(file, source, target, alignment)
-            if refused:
-                error = error or refused
-                continue
-            smallest = alignment
-            same = same and bytes(source) == bytes(target)
-            if fetched is not None:
-                from_storage = bool(from_storage) or fetched >= alignment
-        odd_refused, _ = _write_and_read(file, view[1 : 1 + size], view[2 * size + 1 :][:size], 0)
-        del source, target
+    view = memoryview(mmap.mmap(-1, 4 * size))  # not closed below a slice: that would be an error
+    # Random, so that neither zeros nor an older file can pass for it. Sources and targets are
+    # shifted by the alignment on trial: memory must be aligned too.
+    view[: 2 * size] = secrets.token_bytes(2 * size)
+    smallest, error, same, from_storage = 0, 0, True, None
+    for alignment in reversed(ALIGNMENTS):
+        shift = alignment % size
+        source = view[shift : shift + alignment]
+        target = view[2 * size + shift :][:alignment]
+        refused, fetched = _write_and_read(file, source, target, alignment)
+        if refused:
+            error = error or refused
+            continue
+        smallest = alignment
+        same = same and bytes(source) == bytes(target)
+        if fetched is not None:
+            from_storage = bool(from_storage) or fetched >= alignment
+    odd_refused, _ = _write_and_read(file, view[1 : 1 + size], view[2 * size + 1 :][:size], 0)
     return DirectoryAnswers(
         create_errno=0,
         open_direct_errno=0,

@@ -184,6 +184,16 @@ class TestDirectory:
         assert list(tmp_path.iterdir()) == []
         assert set(os.listdir("/proc/self/fd")) == before
 
+    def test_an_interrupt_amid_it_is_what_the_caller_gets(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(os, "pwritev", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            probe_directory(tmp_path)
+
     def test_proc_takes_no_file(self) -> None:
         answers = probe_directory(Path("/proc"))
         assert answers.create_errno in (errno.ENOENT, errno.EACCES)
