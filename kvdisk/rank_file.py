@@ -388,9 +388,9 @@ class _Opening:
         elif self.found is not None and header.slot_count < self.found.slot_count:
             clear_records(self.record.file, self.record.path, header.slot_count)
         for each in (self.record, self.data):
+            # Also where the size is right: a growth that was killed may have left blocks behind it.
             with disk_trouble("truncate", each.path):
-                if os.fstat(each.file).st_size > self._size_bytes(each):
-                    os.ftruncate(each.file, self._size_bytes(each))
+                os.ftruncate(each.file, self._size_bytes(each))
         if self.found is not None and self.found != header:
             write_header(self.record.file, self.record.path, header)
         if self._nameless:

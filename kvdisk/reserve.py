@@ -33,10 +33,13 @@ def reserve(
     error. Returns a note when it had to. Raises DeviceError, with how much is needed, how much is
     free and which ``option`` to lower, and leaves the file at its former size.
     """
-    former_bytes = os.fstat(file).st_size
+    status = os.fstat(file)
+    former_bytes = status.st_size
+    is_sparse = status.st_blocks * 512 < former_bytes
     try:
         _require_free(file, size_bytes)
-        allocate(file, size_bytes)
+        # Nothing is asked for twice: xfs wants room for the whole range, whatever of it is there.
+        allocate(file, size_bytes, 0 if is_sparse else former_bytes)
     except OSError as error:
         if error.errno in _NO_FALLOCATE and zero_fill:
             _log.warning("%s: no fallocate here; writing %d bytes of zeros", path, size_bytes)
@@ -51,11 +54,16 @@ def reserve(
     return None
 
 
-def allocate(file: int, size_bytes: int) -> None:
-    """fallocate(2) from 0. Not os.posix_fallocate, which writes where it is not supported."""
+def allocate(file: int, size_bytes: int, start: int = 0) -> None:
+    """fallocate(2) up to ``size_bytes``, if ``start`` is below.
+
+    Not os.posix_fallocate, which writes where it is not supported.
+    """
+    if start >= size_bytes:
+        return
     call = ctypes.CDLL(None, use_errno=True).fallocate64
     call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    while call(file, 0, 0, size_bytes) != 0:
+    while call(file, 0, start, size_bytes - start) != 0:
         number = ctypes.get_errno()
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))

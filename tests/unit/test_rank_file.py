@@ -440,10 +440,20 @@ def test_a_restart_after_a_kill_needs_no_second_space(tmp_path: Path) -> None:
         assert names_in(mount / "namespace") == sorted(NAMES)
 
 
+def test_blocks_that_a_killed_growth_left_behind_the_end_go(directory: Path) -> None:
+    open_rank(directory).close()
+    before = (directory / NAMES[0]).stat()
+    keep_size = ["fallocate", "--keep-size", "--length", str(10 * before.st_size)]
+    subprocess.run([*keep_size, str(directory / NAMES[0])], check=True)
+    assert (directory / NAMES[0]).stat().st_blocks > 5 * before.st_blocks
+    open_rank(directory).close()
+    assert (directory / NAMES[0]).stat().st_blocks == before.st_blocks
+
+
 def test_without_fallocate_zeros_are_written(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(file: int, size_bytes: int) -> None:
+    def refuse(file: int, size_bytes: int, start: int) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     monkeypatch.setattr(reserve, "allocate", refuse)
@@ -472,7 +482,7 @@ def test_without_fallocate_zeros_are_written(
 def test_a_refused_reservation_says_what_to_do(
     directory: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str
 ) -> None:
-    def refuse(file: int, size_bytes: int) -> None:
+    def refuse(file: int, size_bytes: int, start: int) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(reserve, "allocate", refuse)
@@ -536,7 +546,7 @@ def test_an_opening_that_fails_later_is_undone_beside_another_rank(directory: Pa
         assert len(names_in(directory)) == 2
 
 
-def full(file: int, size_bytes: int) -> None:
+def full(file: int, size_bytes: int, start: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
