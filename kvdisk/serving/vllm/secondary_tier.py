@@ -13,8 +13,10 @@ start, unless the operator names the content with the option ``identity``.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -61,9 +63,12 @@ _UNKNOWN_CONTENT: Final = (
 # As constants: to look a member of an enumeration up takes as long as to look a key up.
 _HIT: Final = LookupResult.HIT
 _MISS: Final = LookupResult.MISS
+_LATER: Final = LookupResult.RETRY
 _SLACK_S: Final = 30.0  # beyond the longest deadline
+# Of the RAM tier: one each for what waits to be stored and for what was brought up. What vLLM moves
+# between GPU and RAM tier needs as much, and should find something old to evict.
+_SHARES: Final = 4
 _STORE_WAIT: Final = "2s"  # well below the deadline: what begins late has the time to end
-_STORE_QUEUE_MIN_BYTES: Final = 64 * 2**20
 
 logger = init_logger("vllm.kvdisk")
 
@@ -81,7 +86,30 @@ class _Job:
 
 
 @dataclass(frozen=True)
-class _Allowance:
+class OnDisk:
+    """What a request would find on the disk alone."""
+
+    chunk_tokens: int
+    keys_per_chunk: int
+    ends: set[int] = field(default_factory=set)  # the tokens at which its chunks end
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ends) * self.chunk_tokens
+
+    @property
+    def end_token(self) -> int:
+        """Where the last of them ends; 0: there is none."""
+        return max(self.ends, default=0)
+
+    def first(self, tokens: int) -> Allowance:
+        """So many of them, in whole chunks: one at least, unless it is none."""
+        ends = sorted(self.ends)[: -(-tokens // self.chunk_tokens)]
+        return Allowance(max(ends, default=0), len(ends) * self.keys_per_chunk)
+
+
+@dataclass(frozen=True)
+class Allowance:
     """How much of the disk a request may have: up to a token, in so many rows of the RAM tier."""
 
     end_token: int
@@ -114,20 +142,27 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
     ) -> tuple[int | None, bool]:
         """How much the disk gives is settled when a request is first asked for."""
         tier, request_id, now_s = self._tier, request.request_id, time.monotonic()
+        find = partial(super().get_num_new_matched_tokens, request, num_computed_tokens)
+        answer: tuple[int | None, bool]
         if tier is not None and not tier.has_allowance(request_id):
             if self.ask_planner(lambda it: it.busy(request_id, now_s), False):
                 return None, False
-            missing = request.num_tokens - num_computed_tokens
-            at_most = min(missing, tier.room_tokens)
+            with tier.looking(request_id) as on_disk:
+                answer = find()
+            hit = min(on_disk.tokens, tier.room_tokens)
+            found = max(on_disk.end_token - num_computed_tokens, answer[0] or 0)
+            in_ram = max(0, found - on_disk.tokens)
+            rest = request.num_tokens - num_computed_tokens - in_ram - hit
+            whole: int | None = hit
             wanted = self.ask_planner(
-                lambda it: it.tokens_to_load(request_id, at_most, missing - at_most, now_s), at_most
+                lambda it: it.tokens_to_load(request_id, hit, max(0, rest), now_s), whole
             )
             if wanted is None:
                 return None, False
-            tier.allow(request_id, num_computed_tokens, wanted)
-        answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(
-            request, num_computed_tokens
-        )
+            tier.allow(request_id, on_disk.first(wanted))
+            if not on_disk.tokens:
+                return answer
+        answer = find()
         return answer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -157,9 +192,10 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
         layout = _layout_of(primary_kv_view)
-        # What waits for the disk holds rows of the RAM tier and nothing of a GPU: half of them may.
-        waiting = max(_STORE_QUEUE_MIN_BYTES, layout.block_count * layout.block_bytes // 2)
-        options = {"store_wait": _STORE_WAIT, "store_queue": f"{waiting}B", **options}
+        self._share_rows = max(1, layout.block_count // _SHARES)
+        # What waits for the disk holds rows of the RAM tier and nothing of a GPU.
+        waiting_bytes = self._share_rows * layout.block_bytes
+        options = {"store_wait": _STORE_WAIT, "store_queue": f"{waiting_bytes}B", **options}
         config, content = _settings(offloading_spec, layout, weights, identity, options)
         longest_ns = max(config.load_deadline_ns, config.store_deadline_ns)
         self._drain_limit_s = longest_ns / 1e9 + _SLACK_S
@@ -180,9 +216,9 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         block_tokens = groups[0].tokens_per_block if groups else cache.tokens_per_hash
         self._chunk_tokens = int(block_tokens * cache.blocks_per_chunk)
         self._keys_per_chunk = max(1, len(groups))
-        self._allowed: dict[str, _Allowance] = {}  # by request that is not settled yet
+        self._allowed: dict[str, Allowance] = {}  # by request that is not settled yet
         self._allowed_rows = 0
-        self._rows = layout.block_count  # of the RAM tier
+        self._looking: OnDisk | None = None
 
     # --- how much of a prefix comes from the disk
 
@@ -197,23 +233,28 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
 
     @property
     def room_tokens(self) -> int:
-        """How many more may be allowed: what is brought up and not yet taken fills half the RAM
-        tier at most, so that it stays there until it is.
+        """How many more may be allowed: what is brought up stays in the RAM tier until it is taken
+        if there is not too much of it.
         """
-        rows = max(0, self._rows // 2 - self._allowed_rows)
+        rows = max(0, self._share_rows - self._allowed_rows)
         return rows // self._keys_per_chunk * self._chunk_tokens
 
     def has_allowance(self, request_id: str) -> bool:
         return request_id in self._allowed
 
-    def allow(self, request_id: str, begin_token: int, tokens: int) -> None:
-        """A request may have so many tokens from the disk, a chunk at least unless it is none."""
+    @contextmanager
+    def looking(self, request_id: str) -> Iterator[OnDisk]:
+        """Within it nothing that is found for a request is brought up: vLLM is to ask later."""
+        self._served.discard(request_id)  # preempted, it is asked for anew
+        self._looking = OnDisk(self._chunk_tokens, self._keys_per_chunk)
+        try:
+            yield self._looking
+        finally:
+            self._looking = None
+
+    def allow(self, request_id: str, allowance: Allowance) -> None:
+        """A request waits for no more than this."""
         self.forget_allowance(request_id)
-        self._served.discard(request_id)
-        chunks = -(-tokens // self._chunk_tokens)
-        allowance = _Allowance(
-            end_token=begin_token + chunks * self._chunk_tokens, rows=chunks * self._keys_per_chunk
-        )
         self._allowed[request_id] = allowance
         self._allowed_rows += allowance.rows
 
@@ -231,12 +272,16 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         request_id = req_context.req_id
         if request_id in self._served or self._waited.get(request_id):
             return _MISS  # what it still lacks is computed
+        end_token = req_context.get_offload_key_position(key) or 0
         allowance = self._allowed.get(request_id)
-        if allowance is not None:
-            end_token = req_context.get_offload_key_position(key)
-            if end_token is not None and end_token > allowance.end_token:
-                return _MISS
-        return _HIT if self._tier.contains([key]) else _MISS
+        if allowance is not None and end_token > allowance.end_token:
+            return _MISS
+        if not self._tier.contains([key]):
+            return _MISS
+        if self._looking is not None:
+            self._looking.ends.add(end_token)
+            return _LATER
+        return _HIT
 
     @failsafe(lambda self, job_metadata: self._fail(job_metadata))
     def submit_store(self, job_metadata: TransferJob) -> None:

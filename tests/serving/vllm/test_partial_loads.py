@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
+from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.kv_offload.tiering.base import TransferJob
+
 from kvdisk.load_plan import LoadPlanner
 from kvdisk.serving.vllm.connector import KVDiskConnector
 from kvdisk.serving.vllm.partial_loads import PartialLoads
-from tests.serving.vllm.chunks import broken
+from kvdisk.serving.vllm.secondary_tier import KVDiskTier, KVDiskTieringConnector
+from tests.serving.vllm.chunks import broken, key, secondary_tier
 
 pytestmark = pytest.mark.quick
 
@@ -46,8 +52,10 @@ class Planner(LoadPlanner):
     def __init__(self, wanted: int | None) -> None:
         super().__init__("on", token_bytes=1.0, queue_limit_s=1.0)
         self.wanted = wanted
+        self.asked: list[tuple[int, int]] = []
 
-    def tokens_to_load(self, *_: object, **__: object) -> int | None:
+    def tokens_to_load(self, request_id: str, hit: int, rest: int, now_s: float) -> int | None:
+        self.asked.append((hit, rest))
         return self.wanted
 
 
@@ -84,6 +92,71 @@ def test_a_bug_in_the_planner_costs_the_split_alone(
         assert made.get_num_new_matched_tokens(REQUEST, 0) == (HIT, True)
     assert made.planner is None
     assert len([text for text in caplog.messages if "please report it" in text]) == 1
+
+
+class RamTier:
+    """vLLM's half above the disk: brings up what the disk has, and finds it the next time."""
+
+    def __init__(self, tier: KVDiskTier) -> None:
+        self.tier = tier
+        self.chunks: set[int] = set()
+        self.context = ReqContext("one")
+        for number in range(CHUNKS):
+            self.context.set_offload_key_position(key(number), (1 + number) * CHUNK)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, computed: int, max_num_new_tokens: int | None = None
+    ) -> tuple[int | None, bool]:
+        found, later = 0, False
+        for number in range(computed // CHUNK, CHUNKS):
+            if number not in self.chunks:
+                answer = self.tier.lookup(key(number), self.context)
+                if answer is LookupResult.MISS:
+                    break
+                later = True
+                if answer is LookupResult.HIT:
+                    self.chunks.add(number)
+            found += CHUNK
+        return (None, False) if later else (found, found > 0)
+
+
+CHUNKS = 8
+
+
+@pytest.mark.parametrize("in_ram", [set(), {6, 7}, {0, 1}])
+@pytest.mark.parametrize("wanted", [0, CHUNK, 3 * CHUNK, None])
+def test_as_much_is_brought_up_as_is_wanted(
+    tmp_path: Path, wanted: int | None, in_ram: set[int]
+) -> None:
+    """Of what the disk has and the RAM tier has not."""
+    rows = np.zeros((4 * CHUNKS, 4096), np.uint8)
+    planner = Planner(wanted)
+    made = object.__new__(KVDiskTieringConnector)
+    made._max_loadable_tokens = lambda *_: None
+    made.planner, made._tier = planner, secondary_tier(tmp_path, rows)
+    made.connector_scheduler = ram = RamTier(made._tier)
+    request = SimpleNamespace(request_id="one", num_tokens=CHUNKS * CHUNK + 5)
+    assert made.get_num_new_matched_tokens(request, 0)[0] in (0, None)
+    assert planner.asked == [(0, request.num_tokens)]
+    made._tier.forget_allowance("one")
+    keys, chunks = [key(number) for number in range(CHUNKS)], np.arange(CHUNKS)
+    made._tier.submit_store(TransferJob(1, keys, chunks, False, ram.context))
+    made._tier._wait_for_jobs()
+    ram.chunks = set(in_ram)
+    on_disk = [number for number in range(CHUNKS) if number not in in_ram]
+    assert made.get_num_new_matched_tokens(request, 0)[0] is None or wanted == 0
+    known = len([number for number in in_ram if number < max(on_disk)]) * CHUNK
+    assert planner.asked[1] == (
+        len(on_disk) * CHUNK,
+        request.num_tokens - known - len(on_disk) * CHUNK,
+    )
+    brought = (wanted or 0) // CHUNK
+    assert ram.chunks == in_ram | set(on_disk[:brought])
+    if wanted is not None:
+        prefix = next(n for n in range(CHUNKS + 1) if n not in ram.chunks)
+        assert made.get_num_new_matched_tokens(request, 0) == (prefix * CHUNK, prefix > 0)
+        assert len(planner.asked) == 2, "asked once"
+    made._tier.shutdown()
 
 
 class Base:

@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
-from kvdisk.serving.vllm.secondary_tier import KVDiskTier
+from kvdisk.serving.vllm.secondary_tier import Allowance, KVDiskTier
 from kvdisk.testing import Faults, SimulatedDisk, simulated_config, simulated_tier
 from tests.serving.vllm.chunks import REQUEST, TOKENS, broken, key, secondary_tier
 
@@ -26,7 +26,7 @@ ROW_BYTES = 4096
 
 @dataclass
 class Rig:
-    """A tier below a RAM tier of 16 rows, whose chunk of a number lies in the row of it."""
+    """A tier below a RAM tier of 32 rows, whose chunk of a number lies in the row of it."""
 
     tier: KVDiskTier
     rows: npt.NDArray[np.uint8]
@@ -58,7 +58,7 @@ class Rig:
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
-    rows = np.random.default_rng(1).integers(0, 256, (16, ROW_BYTES), dtype=np.uint8)
+    rows = np.random.default_rng(1).integers(0, 256, (32, ROW_BYTES), dtype=np.uint8)
     tier = secondary_tier(tmp_path, rows)
     yield Rig(tier, rows)
     tier.shutdown()
@@ -163,37 +163,56 @@ class TestFailsafe:
         rig.tier.touch([key(0)], REQUEST)
 
 
+def positioned(name: str, *numbers: int, keys_of_a_chunk: int = 1) -> ReqContext:
+    """A request whose chunk of a number ends where vLLM says."""
+    request = ReqContext(name)
+    for number in numbers:
+        request.set_offload_key_position(key(number), (1 + number // keys_of_a_chunk) * TOKENS)
+    return request
+
+
 def test_a_request_gets_no_more_from_the_disk_than_it_is_allowed(rig: Rig) -> None:
     """Up to a token of it, however often and for however many groups it is asked for."""
     rig.store(*range(6))
     assert all(result.success for result in rig.finished())
-    asking = ReqContext("asking")
-    for number in range(6):  # two groups: the chunks of a pair end at the same token
-        asking.set_offload_key_position(key(number), (1 + number // 2) * TOKENS)
+    asking = positioned("asking", *range(6), keys_of_a_chunk=2)  # of two groups
     for _ in range(2):
         assert rig.hits(*range(6), request=asking) == [True] * 6
-    rig.tier.allow("asking", 0, TOKENS + 1)
+    rig.tier.allow("asking", Allowance(2 * TOKENS, 4))
     assert rig.tier.has_allowance("asking")
     for _ in range(2):
         assert rig.hits(*range(6), request=asking) == [True] * 4 + [False] * 2
     assert rig.hits(5, request=ReqContext("other")) == [True]
-    rig.tier.allow("asking", TOKENS, TOKENS)
-    assert rig.hits(*range(6), request=asking) == [True] * 4 + [False] * 2
-    rig.tier.allow("asking", 0, 0)
+    rig.tier.allow("asking", Allowance(0, 0))
     assert rig.hits(0, request=asking) == [False]
     rig.tier.on_request_finished(asking)
     assert not rig.tier.has_allowance("asking")
     assert rig.hits(*range(6), request=asking) == [True] * 6
 
 
+def test_looking_brings_nothing_up_and_counts_what_is_on_the_disk(rig: Rig) -> None:
+    rig.store(0, 1, 4)
+    rig.finished()
+    asking = positioned("asking", *range(6))
+    with rig.tier.looking("asking") as on_disk:
+        answers = [rig.tier.lookup(key(number), asking) for number in (0, 1, 2, 4, 4)]
+    retry, miss = LookupResult.RETRY, LookupResult.MISS
+    assert answers == [retry, retry, miss, retry, retry]
+    assert (on_disk.tokens, on_disk.end_token) == (3 * TOKENS, 5 * TOKENS)
+    assert on_disk.first(0) == Allowance(0, 0)
+    assert on_disk.first(1) == Allowance(TOKENS, 1)
+    assert on_disk.first(2 * TOKENS + 1) == on_disk.first(9 * TOKENS) == Allowance(5 * TOKENS, 3)
+    assert rig.hits(0, request=asking) == [True]
+
+
 def test_a_request_waits_for_the_disk_once(rig: Rig) -> None:
     """Else two whose chunks push each other out of the RAM tier may be brought up for ever."""
     rig.store(*range(4))
     rig.finished()
-    asking, other = ReqContext("asking"), ReqContext("other")
+    asking, other = positioned("asking", *range(4)), ReqContext("other")
     for request in (asking, other):
         rig.tier.on_new_request(request)
-    rig.tier.allow("asking", 0, 4 * TOKENS)
+    rig.tier.allow("asking", Allowance(4 * TOKENS, 4))
     assert rig.hits(0, 1, request=asking) == [True, True]
     rig.load(0, 1, request=asking)
     assert rig.hits(2, request=asking) == [True]  # the first load has not ended
@@ -202,7 +221,9 @@ def test_a_request_waits_for_the_disk_once(rig: Rig) -> None:
     assert rig.hits(0, request=other) == [True]
     rig.tier.forget_allowance("asking")
     assert rig.hits(0, request=asking) == [False]
-    rig.tier.allow("asking", 0, 4 * TOKENS)  # preempted, it is asked for anew
+    with rig.tier.looking("asking") as on_disk:  # preempted, it is asked for anew
+        rig.hits(0, request=asking)
+    assert on_disk.tokens == TOKENS
     assert rig.hits(0, request=asking) == [True]
     rig.load(0, request=asking)
     rig.finished()
@@ -211,14 +232,14 @@ def test_a_request_waits_for_the_disk_once(rig: Rig) -> None:
     assert not rig.tier._served
 
 
-def test_no_more_is_allowed_than_half_the_ram_tier_takes(rig: Rig) -> None:
+def test_no_more_is_allowed_than_a_quarter_of_the_ram_tier_takes(rig: Rig) -> None:
     assert rig.tier.room_tokens == 8 * TOKENS
-    rig.tier.allow("first", 0, 3 * TOKENS)
-    rig.tier.allow("second", 2 * TOKENS, 4 * TOKENS + 1)
+    rig.tier.allow("first", Allowance(3 * TOKENS, 3))
+    rig.tier.allow("second", Allowance(7 * TOKENS, 5))
     assert rig.tier.room_tokens == 0
-    rig.tier.allow("first", 0, TOKENS)
+    rig.tier.allow("first", Allowance(TOKENS, 1))
     assert rig.tier.room_tokens == 2 * TOKENS
-    rig.tier.allow("more than there is room for", 0, 9 * TOKENS)
+    rig.tier.allow("more than there is room for", Allowance(9 * TOKENS, 9))
     assert rig.tier.room_tokens == 0
     for request in ("first", "more than there is room for"):
         rig.tier.forget_allowance(request)
@@ -227,23 +248,17 @@ def test_no_more_is_allowed_than_half_the_ram_tier_takes(rig: Rig) -> None:
     assert rig.tier.room_tokens == 8 * TOKENS
 
 
-def test_the_head_of_a_prefix_is_stored_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_of_a_prefix_is_stored_first_and_no_more_than_a_quarter_waits(rig: Rig) -> None:
     """vLLM hands its keys over as a set; the tail is what finds no room, or is evicted."""
-    storing = ReqContext("storing")
-    for number in range(8):
-        storing.set_offload_key_position(key(number), (1 + number) * TOKENS)
-    asked: list[list[bytes]] = []
-    plain = rig.tier._tier.store
-
-    def store(keys: list[bytes], rows: npt.NDArray[np.int64]) -> int:
-        asked.append(keys)
-        return plain(keys, rows)
-
-    monkeypatch.setattr(rig.tier._tier, "store", store)
+    chunks = range(16)
+    shuffled = np.random.default_rng(3).permutation(chunks).tolist()
     before = rig.rows.copy()
-    rig.tier.submit_store(rig._job((5, 2, 7, 0, 3, 6, 1, 4), is_load=False, request=storing))
-    assert rig.finished()[0].success
-    assert asked == [[key(number) for number in range(8)]]
+    job = rig._job(tuple(shuffled), is_load=False, request=positioned("storing", *chunks))
+    rig.tier.submit_store(job)
+    (result,) = rig.finished()
+    assert not result.success
+    assert result.transfer_bytes == 8 * ROW_BYTES
+    assert rig.hits(*chunks) == [True] * 8 + [False] * 8
     rig.rows[:] = 0
     rig.load(*range(8))
     assert rig.finished()[0].success

@@ -116,6 +116,7 @@ class _Tier(KVDiskTier):  # type: ignore[misc]
         for threads in ("n_read_threads", "n_write_threads"):
             options.pop(threads, None)
         size = {"path": root_dir, "capacity": "64MiB", "ring": "16MiB", "identity": "own tests"}
+        size["store_queue"] = "64MiB"  # these tests store all of a RAM tier at once
         super().__init__(locality=locality, **size, **options)
 
 
