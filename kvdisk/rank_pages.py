@@ -65,6 +65,11 @@ def clear_records(file: int, path: Path, slot_count: int) -> None:
     page, first = divmod(slot_count, RECORDS_PER_PAGE)
     offset = HEADER_BYTES + page * RECORD_PAGE_BYTES
     with disk_trouble("clear records", path):
-        kept = read_page(file, offset)[: first * RECORD_BYTES]
+        try:
+            kept = read_page(file, offset)[: first * RECORD_BYTES]
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.ENODATA):
+                raise
+            kept = bytes(first * RECORD_BYTES)  # a bad sector told nothing, and written it may heal
         if kept:
             write_page(file, kept.ljust(RECORD_PAGE_BYTES, b"\0"), offset)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ _NS_PER_S: Final = 1_000_000_000
 _ROWS_PER_BUFFER_MAX: Final = 32
 _PAGE_BYTES: Final = 4096
 _SECONDS_MAX: Final = 1e9
+
+_log = logging.getLogger("kvdisk")
 
 # Local file systems that answer a submission at once and do the work elsewhere. On any other (FUSE,
 # network) the kernel may do the I/O inside the submission, so it is told not to.
@@ -247,7 +250,7 @@ class TransferEngine:
         buffer_bytes, buffers = config.buffers_per_shard(rank_file.slot_bytes)
         rows = min(buffer_bytes // rank_file.slot_bytes, _ROWS_PER_BUFFER_MAX)
         buffers = min(buffers * buffer_bytes // (rows * rank_file.slot_bytes), 0xFFFF)
-        return cls(
+        engine = cls(
             layout,
             data_fd=rank_file.data_fd,
             record_fd=rank_file.record_fd,
@@ -267,6 +270,11 @@ class TransferEngine:
             store_queue_bytes=config.store_queue_bytes,
             direct_stores=direct_stores and _may_be_direct(layout, rank_file),
         )
+        lost = engine._native.lost_record_pages()
+        if lost:
+            text = "%s: the disk cannot read %d pages of records: their blocks were dropped"
+            _log.warning(text, rank_file.record_path, lost)
+        return engine
 
     # --- moving blocks
 

@@ -294,6 +294,7 @@ NB_MODULE(_native, module) {
              })
         .def("reset_stats", &Engine::reset_stats)
         .def("take_restored", &restored_tuple)
+        .def("lost_record_pages", &Engine::lost_record_pages)
         .def("close", &Engine::close, "timeout_ns"_a, nb::call_guard<nb::gil_scoped_release>());
 
     using RawJobOptions = kvdisk::io::RawJobOptions;

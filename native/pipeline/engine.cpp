@@ -19,6 +19,7 @@ namespace kvdisk {
 namespace {
 
 constexpr std::uint64_t restore_piece_bytes = 4 << 20;
+constexpr std::uint64_t lost_pages_max = 16;
 
 // Neighbouring slots that stay on one shard: long enough for merged I/O, and whole record pages.
 constexpr std::uint64_t shard_span_slots = 64;
@@ -103,20 +104,41 @@ RestoredRecords columns_of(const SlotRecords& records, std::uint64_t count) {
     return columns;
 }
 
-// The record file as it is, piece by piece, in whole pages. What lies beyond its end is empty.
+// A sector that is lost, as disks and file systems say it; all else is of the machine or a mistake.
+bool is_lost_on_disk(int error) noexcept {
+    return error == EIO || error == ENODATA || error == EREMOTEIO || error == EILSEQ ||
+           error == EBADMSG || error == EUCLEAN;
+}
+
+// The record file as it is, piece by piece, in whole pages. What lies beyond its end is empty, and
+// so is a page that the disk has lost: it would otherwise be in the way of every start. Each takes
+// a disk its time, so after many of them the rest counts as lost too.
 RestoredRecords restore(SlotRecords& records, const EngineOptions& options) {
     if (options.record_fd < 0) return {};
     const std::uint64_t bytes = records.page_count() * record_page_bytes;
     AlignedMemory memory(std::min<std::uint64_t>(bytes, restore_piece_bytes));
     std::uint64_t kept = 0;
     std::uint64_t read_bytes = 0;
-    while (read_bytes < bytes) {
-        const std::size_t piece_bytes = std::min(bytes - read_bytes, memory.span().size());
+    std::uint64_t by_page_until = 0;
+    std::uint64_t lost_pages = 0;
+    while (read_bytes < bytes && lost_pages < lost_pages_max) {
+        const std::size_t piece_bytes = read_bytes < by_page_until
+                                            ? record_page_bytes
+                                            : std::min(bytes - read_bytes, memory.span().size());
         const ssize_t count = ::pread(options.record_fd, memory.data(), piece_bytes,
                                       static_cast<off_t>(options.record_offset + read_bytes));
         if (count < 0 && errno == EINTR) continue;
-        if (count < 0) {
+        if (count < 0 && !is_lost_on_disk(errno)) {
             throw std::system_error(errno, std::generic_category(), "cannot read the record file");
+        }
+        if (count < 0 && piece_bytes > record_page_bytes) {
+            by_page_until = read_bytes + piece_bytes;
+            continue;
+        }
+        if (count < 0) {
+            ++lost_pages;
+            read_bytes += record_page_bytes;
+            continue;
         }
         // Short by less than a page is the end of the file: a record cut there fails its checksum.
         const auto moved_bytes = static_cast<std::uint64_t>(count);
@@ -124,7 +146,9 @@ RestoredRecords restore(SlotRecords& records, const EngineOptions& options) {
         if (moved_bytes < record_page_bytes) break;
         read_bytes += moved_bytes / record_page_bytes * record_page_bytes;
     }
-    return columns_of(records, kept);
+    RestoredRecords columns = columns_of(records, kept);
+    columns.lost_pages = lost_pages;
+    return columns;
 }
 
 }  // namespace

@@ -87,6 +87,7 @@ struct Part;
 struct RestoredRecords {
     std::vector<std::uint64_t> slots, sequences, valid_bytes;
     std::vector<std::uint8_t> keys, key_lengths;  // keys: key_bytes_max each, zero-padded
+    std::uint64_t lost_pages = 0;                 // that the disk could not read
 
     std::size_t size() const noexcept { return slots.size(); }
     bool empty() const noexcept { return slots.empty(); }
@@ -127,6 +128,7 @@ class Engine {
 
     // The records that proved themselves at open, in slot order. Given once.
     RestoredRecords take_restored() { return std::move(restored_); }
+    std::uint64_t lost_record_pages() const noexcept { return restored_.lost_pages; }
 
     // All transfers end by then, those still to come as well. The threads stay, and tell of slots
     // that leave quarantine. Never waits. `timeout_ns` < 0 changes nothing.

@@ -2,6 +2,7 @@
 // ThreadSanitizer runs these cases to prove the queues between them.
 #include <doctest/doctest.h>
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -250,6 +251,58 @@ TEST_CASE("engine: what was stored is found by the next one") {
     options.epoch = 2;  // everything before an invalidation is void
     Engine engine(options);
     CHECK(engine.take_restored().empty());
+}
+
+// The record file in memory with a page missing: reading that through /proc/self/mem is a true EIO.
+class RecordsWithAHole {
+  public:
+    RecordsWithAHole(int record_fd, std::size_t pages, std::size_t hole)
+        : pages_(pages), hole_(hole) {
+        memory_ =
+            static_cast<std::byte*>(::mmap(nullptr, pages * page_bytes, PROT_READ | PROT_WRITE,
+                                           MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+        REQUIRE(memory_ != MAP_FAILED);
+        REQUIRE(::pread(record_fd, memory_, pages * page_bytes, 0) > 0);
+        REQUIRE(::munmap(memory_ + hole * page_bytes, page_bytes) == 0);
+        fd = ::open("/proc/self/mem", O_RDONLY | O_CLOEXEC);
+        REQUIRE(fd >= 0);
+    }
+    RecordsWithAHole(const RecordsWithAHole&) = delete;
+    RecordsWithAHole& operator=(const RecordsWithAHole&) = delete;
+    ~RecordsWithAHole() {
+        ::close(fd);
+        ::munmap(memory_, hole_ * page_bytes);
+        ::munmap(memory_ + (hole_ + 1) * page_bytes, (pages_ - hole_ - 1) * page_bytes);
+    }
+
+    std::uint64_t offset() const noexcept { return reinterpret_cast<std::uintptr_t>(memory_); }
+
+    int fd = -1;
+
+  private:
+    static constexpr std::size_t page_bytes = 4096;
+    std::byte* memory_ = nullptr;
+    std::size_t pages_, hole_;
+};
+
+TEST_CASE("A15 engine: a page of records that the disk has lost costs its own blocks") {
+    Fixture fixture;
+    std::vector<Row> stores;
+    for (std::uint64_t slot = 0; slot < 100; ++slot) stores.push_back(row(slot, slot));
+    {
+        Engine engine(fixture.options("threads", 1));
+        engine.submit(Direction::store, stores, -1, -1, 0);
+        CHECK(engine.close(patience_ns) == 0);
+    }
+    for (const std::size_t hole : {0, 1, 3}) {
+        const RecordsWithAHole records(fixture.record_fd, slot_count / 32, hole);
+        EngineOptions options = fixture.options("threads", 1);
+        options.record_fd = records.fd;
+        options.record_offset = records.offset();
+        Engine engine(options);
+        CHECK(engine.lost_record_pages() == 1);
+        CHECK(engine.take_restored().size() == (hole == 3 ? 96 : 68));
+    }
 }
 
 TEST_CASE("engine: what cannot work is refused at open") {

@@ -32,7 +32,7 @@ from rank_files import (
     records_in,
 )
 
-from kvdisk import direct_mode, rank_file, reserve
+from kvdisk import direct_mode, rank_file, rank_pages, reserve
 from kvdisk.errors import BusyError, ConfigError, DeviceError
 from kvdisk.probe.direct import DirectoryAnswers
 from kvdisk.rank_header import RankHeader, parse_header, record_file_bytes, slots_within
@@ -331,6 +331,24 @@ def test_an_unreadable_header_is_set_aside(
     monkeypatch.setattr(rank_file, "read_page", fail)
     with open_rank(directory) as opened:
         assert "cannot be read" in opened.notes[0]
+
+
+def test_a_bad_sector_among_the_records_does_not_keep_a_cache_from_shrinking(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_rank(directory).close()
+    fill_records(directory, 40)
+    real = rank_pages.read_page
+
+    def fail(file: int, offset: int) -> bytes:
+        if offset:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(file, offset)
+
+    monkeypatch.setattr(rank_pages, "read_page", fail)
+    with open_rank(directory, slot_count=9) as opened:
+        assert opened.slot_count == 9
+    assert records_in(directory) == [bytes(128)] * 32
 
 
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.EINTR])
