@@ -2,15 +2,17 @@
 
 A disk may be slower than the GPU at making the same blocks. Then loading every hit makes requests
 wait longer than having no tier at all; computing everything leaves the disk idle. So each hit
-prefix is split: its head is loaded while the GPU works for the requests before it, its tail is
-computed. How long either takes follows from rates that are measured all the time, and from what is
-still to be done for the requests before.
+prefix is split: its head is loaded while the GPU works for other requests, its tail is computed.
+How long either takes follows from rates that are measured all the time, and from what is still to
+be done for the others.
 
 No I/O, no clock of its own, no serving engine: times are passed in, in seconds, amounts in tokens
 and bytes. A serving engine's adapter tells it what happens, request by request, and asks.
 
+Requests that wait and have not been asked for yet are work for the GPU too: while it does that, the
+disk loads for the one that is asked for now.
+
 What always holds:
-    * A request is put off at most once, and no other one at the same time.
     * A disk whose rate is not known is asked for little, until it has shown what it can do. A rate
       is believed for a minute; then it counts for less and less, until it is measured again.
 """
@@ -33,6 +35,8 @@ _FIRST_GUESS_BYTES_S: Final = 1e9
 _WORTH_IT: Final = 0.05  # of the time: "auto" leaves a hit whole for less than this
 _FULL_STEP: Final = 0.5  # of the largest step: smaller ones say little about the GPU's rate
 _FORGETTING: Final = 0.99  # of the largest step, at each one that has prompts in it
+_STEPS_BEHIND: Final = 3  # of the GPU, which is asked what it can begin with that often
+_LEAST: Final = 0.1  # of a hit: less saves less than a load costs, which is seen a step later
 _STEPS_AHEAD: Final = 64  # many more than are ever given to a GPU before the output of the first
 
 
@@ -52,6 +56,11 @@ class PrefillMeter:
     def rate(self) -> float | None:
         """None: nothing was measured yet."""
         return self._meter.rate
+
+    @property
+    def largest(self) -> float:
+        """How many tokens of prompts a step takes at the most."""
+        return self._largest
 
     @property
     def tokens_under_way(self) -> int:
@@ -85,19 +94,24 @@ class _Request:
     promised: float = 0.0  # of ``to_load``: not yet begun
     missing: float = 0.0  # on the GPU, when it was asked for last
     asked: bool = False  # the engine has asked for it or begun with it: it is no longer behind
-    put_off: bool = False
 
 
 @dataclass
 class _Work:
-    """What has been asked for and not yet been done, in tokens. ``ready`` waits for no load."""
+    """What is still to be done, in tokens: of requests that the engine has asked for, and behind.
+
+    ``ready`` waits for no load.
+    """
 
     to_load: float = 0.0
     to_compute: float = 0.0
     ready: float = 0.0
+    behind: float = 0.0  # of those not asked for, as if no cache had anything of them
 
     def add(self, request: _Request, sign: int = 1) -> None:
-        if request.asked:
+        if not request.asked:
+            self.behind += sign * request.to_compute
+        else:
             self.to_load += sign * request.to_load
             self.to_compute += sign * request.to_compute
             if not request.to_load:
@@ -119,8 +133,6 @@ class LoadPlanner:
         self._load_rate_at_s = -math.inf
         self._requests: dict[str, _Request] = {}
         self._work = _Work()
-        self._not_asked = 0
-        self._put_off: str | None = None  # the request that waits for the next step
 
     # --- what happens
 
@@ -128,7 +140,7 @@ class LoadPlanner:
         """A request waits, of ``tokens`` tokens as far as is known."""
         self.gone(request_id)
         self._requests[request_id] = _Request(float(tokens))
-        self._not_asked += 1
+        self._work.add(self._requests[request_id])
 
     def load_began(self, request_id: str, tokens: int) -> None:
         """So many tokens of a request are being loaded: they need not be computed."""
@@ -187,9 +199,6 @@ class LoadPlanner:
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._work.add(request, -1)
-            self._not_asked -= not request.asked
-        if self._put_off == request_id:
-            self._put_off = None
 
     # --- what to do
 
@@ -206,55 +215,59 @@ class LoadPlanner:
         return min(queued_s, work.ready / prefill) >= self._queue_limit_s
 
     def tokens_to_load(
-        self, request_id: str, hit_tokens: int, rest_tokens: int, now_s: float
-    ) -> int | None:
+        self,
+        request_id: str,
+        hit_tokens: int,
+        rest_tokens: int,
+        now_s: float,
+        *,
+        free_tokens: int = 0,
+    ) -> int:
         """How many of ``hit_tokens`` to load; ``rest_tokens`` are computed in any case.
 
-        None: put the request off until the next step, so that the loads of those behind it begin
-        before the GPU is given all of this one.
+        ``free_tokens``, behind the hit, need neither if all of the hit is loaded.
         """
         request = self._requests.get(request_id)
         if request is None or self._mode == "off":
             return hit_tokens
-        request.missing = float(hit_tokens + rest_tokens)
+        request.missing = float(hit_tokens + free_tokens + rest_tokens)
         request.promised = 0.0
-        if self._put_off == request_id:
-            self._put_off = None  # it is first: the GPU begins with it
-            return 0
-        wanted = self._wanted(self._work_of_others(request_id), hit_tokens, now_s)
-        self._set(request_id, wanted, request.missing - wanted)
+        others = self._work_of_others(request_id)
+        wanted = self._wanted(others, hit_tokens, free_tokens, now_s)
+        saved = wanted + (free_tokens if wanted == hit_tokens else 0)
+        self._set(request_id, wanted, request.missing - saved)
         request.promised = float(wanted)
-        may_wait = self._put_off is None and not request.put_off and self._not_asked > 0
-        if wanted == 0 and hit_tokens > 0 and may_wait:
-            self._put_off, request.put_off = request_id, True
-            return None
         return wanted
 
     # --- steps of the above
 
-    def _wanted(self, before: _Work, hit_tokens: int, now_s: float) -> int:
+    def _wanted(self, others: _Work, hit_tokens: int, free_tokens: int, now_s: float) -> int:
         rate = self._believed_rate(now_s)
-        wanted = 0 if rate is None else self._best_split(before, hit_tokens, rate)
+        wanted = 0 if rate is None else self._best_split(others, hit_tokens, free_tokens, rate)
         if now_s - self._load_rate_at_s > _BELIEVED_S:
             probe_bytes = _PROBE_S * (self._load_rate or _FIRST_GUESS_BYTES_S)
-            room = max(0.0, probe_bytes / self._token_bytes - before.to_load)
+            room = max(0.0, probe_bytes / self._token_bytes - others.to_load)
             wanted = max(wanted, min(hit_tokens, math.ceil(room)))
         return wanted
 
-    def _best_split(self, before: _Work, hit_tokens: int, rate: float) -> int:
+    def _best_split(self, others: _Work, hit_tokens: int, free_tokens: int, rate: float) -> int:
         tokens_per_s = rate / self._token_bytes
-        disk_s = before.to_load / tokens_per_s
+        disk_s = others.to_load / tokens_per_s
         most = min(hit_tokens, int(max(0.0, self._queue_limit_s - disk_s) * tokens_per_s))
         prefill = self._steps.rate
         if not prefill:
             return most
-        gpu_s = (self._steps.tokens_under_way + before.to_compute) / prefill
+        behind = min(others.behind, _STEPS_BEHIND * self._steps.largest)
+        gpu_s = (self._steps.tokens_under_way + others.to_compute + behind) / prefill
 
         def ends_s(load_tokens: float) -> float:
             loaded_s = disk_s + load_tokens / tokens_per_s if load_tokens else 0.0
-            return max(loaded_s, gpu_s) + (hit_tokens - load_tokens) / prefill
+            left = hit_tokens + free_tokens - load_tokens if load_tokens < hit_tokens else 0.0
+            return max(loaded_s, gpu_s) + left / prefill
 
         while_gpu_works = min(most, max(0, int((gpu_s - disk_s) * tokens_per_s)))
+        if while_gpu_works < _LEAST * hit_tokens:
+            while_gpu_works = 0
         best = min((most, while_gpu_works, 0), key=ends_s)
         if self._mode == "auto" and ends_s(most) <= (1 + _WORTH_IT) * ends_s(best):
             return most
@@ -277,7 +290,6 @@ class LoadPlanner:
         if request is None:
             return
         self._work.add(request, -1)
-        self._not_asked -= not request.asked
         request.asked = True
         request.to_load, request.to_compute = float(load_tokens), float(compute_tokens)
         self._work.add(request)

@@ -51,9 +51,13 @@ class OverlappingServer:
         self._disk_free = 0.0
         self._read_at: float | None = None
 
-    def serve(self, count: int, *, hit: int = TOKENS) -> float:
-        """Seconds until all of ``count`` prompts, which come at once, are computed."""
-        began, waiting = self.now, [_Prompt(f"{self.now}-{n}", hit) for n in range(count)]
+    def serve(self, count: int, *, hit: int | list[int] = TOKENS) -> float:
+        """Seconds until all of ``count`` prompts, which come at once, are computed.
+
+        ``hit``: how many tokens of each the disk has.
+        """
+        hits = hit if isinstance(hit, list) else [hit] * count
+        began, waiting = self.now, [_Prompt(f"{self.now}-{n}", hit) for n, hit in enumerate(hits)]
         for prompt in waiting:
             self.planner.arrived(prompt.name, prompt.left)
         under_way: deque[_Step] = deque()
@@ -102,8 +106,6 @@ class OverlappingServer:
             return False
         rest = prompt.left - prompt.hit
         wanted = self.planner.tokens_to_load(prompt.name, prompt.hit, rest, self.now)
-        if wanted is None:
-            return False
         self.planner.load_began(prompt.name, wanted)
         self.planner.settled(prompt.name, wanted)
         prompt.wanted, prompt.state = wanted, "asked" if wanted else "running"

@@ -199,8 +199,6 @@ class KVDiskConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
             return None, False
         hit, rest = found, request.num_tokens - num_computed_tokens - found
         wanted = self.ask_planner(lambda it: it.tokens_to_load(request_id, hit, rest, now_s), hit)
-        if wanted is None:
-            return None, False
         if wanted >= found:
             return found, is_async
         config = self.connector_scheduler.config

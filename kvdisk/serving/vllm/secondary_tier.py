@@ -85,13 +85,14 @@ class _Job:
     is_load: bool
 
 
-@dataclass(frozen=True)
+@dataclass
 class OnDisk:
     """What a request would find on the disk alone."""
 
     chunk_tokens: int
     keys_per_chunk: int
     ends: set[int] = field(default_factory=set)  # the tokens at which its chunks end
+    missing_end: int | None = None  # of the first chunk that neither RAM tier nor disk has
 
     @property
     def tokens(self) -> int:
@@ -101,6 +102,17 @@ class OnDisk:
     def end_token(self) -> int:
         """Where the last of them ends; 0: there is none."""
         return max(self.ends, default=0)
+
+    def found_end(self, request_tokens: int) -> int:
+        """Up to which token the request finds everything, on the disk or above it."""
+        if self.missing_end is not None:
+            return self.missing_end - self.chunk_tokens
+        return request_tokens // self.chunk_tokens * self.chunk_tokens
+
+    def miss(self, end_token: int) -> None:
+        """A chunk is neither here nor above."""
+        known = self.missing_end
+        self.missing_end = end_token if known is None else min(known, end_token)
 
     def first(self, tokens: int) -> Allowance:
         """So many of them, in whole chunks: one at least, unless it is none."""
@@ -149,16 +161,14 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
                 return None, False
             with tier.looking(request_id) as on_disk:
                 answer = find()
+            end = max(on_disk.found_end(request.num_tokens), num_computed_tokens + (answer[0] or 0))
             hit = min(on_disk.tokens, tier.room_tokens)
-            found = max(on_disk.end_token - num_computed_tokens, answer[0] or 0)
-            in_ram = max(0, found - on_disk.tokens)
-            rest = request.num_tokens - num_computed_tokens - in_ram - hit
-            whole: int | None = hit
+            in_ram = max(0, end - num_computed_tokens - on_disk.tokens)
+            behind = min(in_ram, end - on_disk.end_token) if 0 < hit == on_disk.tokens else 0
+            rest = request.num_tokens - num_computed_tokens - hit - in_ram
             wanted = self.ask_planner(
-                lambda it: it.tokens_to_load(request_id, hit, max(0, rest), now_s), whole
+                lambda it: it.tokens_to_load(request_id, hit, rest, now_s, free_tokens=behind), hit
             )
-            if wanted is None:
-                return None, False
             tier.allow(request_id, on_disk.first(wanted))
             if not on_disk.tokens:
                 return answer
@@ -276,12 +286,14 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         allowance = self._allowed.get(request_id)
         if allowance is not None and end_token > allowance.end_token:
             return _MISS
-        if not self._tier.contains([key]):
+        found, looking = self._tier.contains([key]), self._looking
+        if looking is None:
+            return _HIT if found else _MISS
+        if not found:
+            looking.miss(end_token)
             return _MISS
-        if self._looking is not None:
-            self._looking.ends.add(end_token)
-            return _LATER
-        return _HIT
+        looking.ends.add(end_token)
+        return _LATER
 
     @failsafe(lambda self, job_metadata: self._fail(job_metadata))
     def submit_store(self, job_metadata: TransferJob) -> None:

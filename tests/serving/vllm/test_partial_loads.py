@@ -49,13 +49,15 @@ class Scheduler:
 class Planner(LoadPlanner):
     """One that has made up its mind."""
 
-    def __init__(self, wanted: int | None) -> None:
+    def __init__(self, wanted: int) -> None:
         super().__init__("on", token_bytes=1.0, queue_limit_s=1.0)
         self.wanted = wanted
-        self.asked: list[tuple[int, int]] = []
+        self.asked: list[tuple[int, int, int]] = []
 
-    def tokens_to_load(self, request_id: str, hit: int, rest: int, now_s: float) -> int | None:
-        self.asked.append((hit, rest))
+    def tokens_to_load(
+        self, request_id: str, hit: int, rest: int, now_s: float, *, free_tokens: int = 0
+    ) -> int:
+        self.asked.append((hit, free_tokens, rest))
         return self.wanted
 
 
@@ -72,9 +74,9 @@ REQUEST = SimpleNamespace(request_id="one", num_tokens=TOKENS)
 
 @pytest.mark.parametrize(
     ("wanted", "loaded"),
-    [(HIT, HIT), (HIT + 5, HIT), (1000, 992), (3, CHUNK), (0, 0), (None, None)],
+    [(HIT, HIT), (HIT + 5, HIT), (1000, 992), (3, CHUNK), (0, 0)],
 )
-def test_as_much_is_loaded_as_is_wanted(wanted: int | None, loaded: int | None) -> None:
+def test_as_much_is_loaded_as_is_wanted(wanted: int, loaded: int) -> None:
     made = connector(Planner(wanted))
     assert made.get_num_new_matched_tokens(REQUEST, 0) == (loaded, bool(loaded))
     assert made.connector_scheduler.asked[0] is None
@@ -123,12 +125,14 @@ class RamTier:
 CHUNKS = 8
 
 
-@pytest.mark.parametrize("in_ram", [set(), {6, 7}, {0, 1}])
-@pytest.mark.parametrize("wanted", [0, CHUNK, 3 * CHUNK, None])
+@pytest.mark.parametrize(
+    ("in_ram", "asked"),  # how much of it the disk alone has, RAM has behind that, nobody has
+    [(set(), (8, 0)), ({6, 7}, (6, 2)), ({0, 1}, (6, 0)), ({0, 3, 5}, (5, 0)), ({1, 7}, (6, 1))],
+)
+@pytest.mark.parametrize("wanted", [0, CHUNK, 3 * CHUNK, CHUNKS * CHUNK])
 def test_as_much_is_brought_up_as_is_wanted(
-    tmp_path: Path, wanted: int | None, in_ram: set[int]
+    tmp_path: Path, wanted: int, in_ram: set[int], asked: tuple[int, int]
 ) -> None:
-    """Of what the disk has and the RAM tier has not."""
     rows = np.zeros((4 * CHUNKS, 4096), np.uint8)
     planner = Planner(wanted)
     made = object.__new__(KVDiskTieringConnector)
@@ -136,26 +140,21 @@ def test_as_much_is_brought_up_as_is_wanted(
     made.planner, made._tier = planner, secondary_tier(tmp_path, rows)
     made.connector_scheduler = ram = RamTier(made._tier)
     request = SimpleNamespace(request_id="one", num_tokens=CHUNKS * CHUNK + 5)
-    assert made.get_num_new_matched_tokens(request, 0)[0] in (0, None)
-    assert planner.asked == [(0, request.num_tokens)]
+    assert made.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert planner.asked == [(0, 0, request.num_tokens)]
     made._tier.forget_allowance("one")
     keys, chunks = [key(number) for number in range(CHUNKS)], np.arange(CHUNKS)
     made._tier.submit_store(TransferJob(1, keys, chunks, False, ram.context))
     made._tier._wait_for_jobs()
     ram.chunks = set(in_ram)
     on_disk = [number for number in range(CHUNKS) if number not in in_ram]
-    assert made.get_num_new_matched_tokens(request, 0)[0] is None or wanted == 0
-    known = len([number for number in in_ram if number < max(on_disk)]) * CHUNK
-    assert planner.asked[1] == (
-        len(on_disk) * CHUNK,
-        request.num_tokens - known - len(on_disk) * CHUNK,
-    )
-    brought = (wanted or 0) // CHUNK
-    assert ram.chunks == in_ram | set(on_disk[:brought])
-    if wanted is not None:
-        prefix = next(n for n in range(CHUNKS + 1) if n not in ram.chunks)
-        assert made.get_num_new_matched_tokens(request, 0) == (prefix * CHUNK, prefix > 0)
-        assert len(planner.asked) == 2, "asked once"
+    found = made.get_num_new_matched_tokens(request, 0)[0]
+    assert planner.asked[1:] == [(asked[0] * CHUNK, asked[1] * CHUNK, 5)]
+    assert ram.chunks == in_ram | set(on_disk[: wanted // CHUNK])
+    prefix = next(number for number in range(CHUNKS + 1) if number not in ram.chunks)
+    assert found == (None if wanted else prefix * CHUNK)
+    assert made.get_num_new_matched_tokens(request, 0) == (prefix * CHUNK, prefix > 0)
+    assert len(planner.asked) == 2, "asked once"
     made._tier.shutdown()
 
 

@@ -199,6 +199,7 @@ def test_looking_brings_nothing_up_and_counts_what_is_on_the_disk(rig: Rig) -> N
     retry, miss = LookupResult.RETRY, LookupResult.MISS
     assert answers == [retry, retry, miss, retry, retry]
     assert (on_disk.tokens, on_disk.end_token) == (3 * TOKENS, 5 * TOKENS)
+    assert on_disk.found_end(100 * TOKENS) == 2 * TOKENS
     assert on_disk.first(0) == Allowance(0, 0)
     assert on_disk.first(1) == Allowance(TOKENS, 1)
     assert on_disk.first(2 * TOKENS + 1) == on_disk.first(9 * TOKENS) == Allowance(5 * TOKENS, 3)
