@@ -299,7 +299,15 @@ def python_path() -> str:
 
 def vllm_environment(options: argparse.Namespace) -> dict[str, str]:
     common = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    return {**common, "VLLM_CPU_KVCACHE_SPACE": "1"} if options.cpu else common
+    if not options.cpu:
+        return common
+    return {
+        **common,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # As many threads in each mode: by itself vLLM takes more of them where there is a tier.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) - 1)),
+    }
 
 
 @contextmanager
