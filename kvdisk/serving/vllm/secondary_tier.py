@@ -12,6 +12,7 @@ start, unless the operator names the content with the option ``identity``.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -244,8 +245,10 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
     @property
     def room_tokens(self) -> int:
         """How many more may be allowed: what is brought up stays in the RAM tier until it is taken
-        if there is not too much of it.
+        if there is not too much of it. All of a hit, where hits are not to be split.
         """
+        if self.config.partial_loads == "off":
+            return sys.maxsize
         rows = max(0, self._share_rows - self._allowed_rows)
         return rows // self._keys_per_chunk * self._chunk_tokens
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -247,6 +247,8 @@ def test_no_more_is_allowed_than_a_quarter_of_the_ram_tier_takes(rig: Rig) -> No
         rig.tier.forget_allowance(request)
     rig.tier.on_request_finished(ReqContext("second"))
     assert rig.tier.room_tokens == 8 * TOKENS
+    rig.tier.config = replace(rig.tier.config, partial_loads="off")
+    assert rig.tier.room_tokens >= 1000 * TOKENS, "every hit is loaded whole"
 
 
 def test_the_head_of_a_prefix_is_stored_first_and_no_more_than_a_quarter_waits(rig: Rig) -> None:
