@@ -13,6 +13,7 @@ Requests that wait and have not been asked for yet are work for the GPU too: whi
 disk loads for the one that is asked for now.
 
 What always holds:
+    * No amount is negative, the sums are those of the requests, and zero when all have gone.
     * A disk whose rate is not known is asked for little, until it has shown what it can do. A rate
       is believed for a minute; then it counts for less and less, until it is measured again.
 """
@@ -35,8 +36,10 @@ _FIRST_GUESS_BYTES_S: Final = 1e9
 _WORTH_IT: Final = 0.05  # of the time: "auto" leaves a hit whole for less than this
 _FULL_STEP: Final = 0.5  # of the largest step: smaller ones say little about the GPU's rate
 _FORGETTING: Final = 0.99  # of the largest step, at each one that has prompts in it
-_STEPS_BEHIND: Final = 3  # of the GPU, which is asked what it can begin with that often
-_LEAST: Final = 0.1  # of a hit: less saves less than a load costs, which is seen a step later
+# Both were chosen in the model of tests/unit/overlapping_server.py: with more steps or less of a
+# hit a request may end a step later than without a tier, with fewer the disk lies idle.
+_STEPS_BEHIND: Final = 3  # of the GPU: as much of what waits behind counts as work for it
+_LEAST: Final = 0.1  # of a hit: less is not loaded, since a load's end is seen a step later
 _STEPS_AHEAD: Final = 64  # many more than are ever given to a GPU before the output of the first
 
 
@@ -92,20 +95,16 @@ class _Request:
     to_compute: float
     to_load: float = 0.0
     promised: float = 0.0  # of ``to_load``: not yet begun
-    missing: float = 0.0  # on the GPU, when it was asked for last
+    missing: float = 0.0  # what the GPU lacked of it, when it was asked for last
     asked: bool = False  # the engine has asked for it or begun with it: it is no longer behind
 
 
 @dataclass
 class _Work:
-    """What is still to be done, in tokens: of requests that the engine has asked for, and behind.
-
-    ``ready`` waits for no load.
-    """
+    """What is still to be done, in tokens: of requests that were asked for, and behind them."""
 
     to_load: float = 0.0
     to_compute: float = 0.0
-    ready: float = 0.0
     behind: float = 0.0  # of those not asked for, as if no cache had anything of them
 
     def add(self, request: _Request, sign: int = 1) -> None:
@@ -114,8 +113,6 @@ class _Work:
         else:
             self.to_load += sign * request.to_load
             self.to_compute += sign * request.to_compute
-            if not request.to_load:
-                self.ready += sign * request.to_compute
 
 
 class LoadPlanner:
@@ -200,19 +197,13 @@ class LoadPlanner:
         if request is not None:
             self._work.add(request, -1)
 
+    @property
+    def idle(self) -> bool:
+        """Nothing is known of any request, and the books are empty."""
+        work = self._work
+        return not self._requests and (work.to_load, work.to_compute, work.behind) == (0, 0, 0)
+
     # --- what to do
-
-    def busy(self, request_id: str, now_s: float) -> bool:
-        """Both disk and GPU have enough to do, so that asking later is better for this request.
-
-        It costs nothing then, and the answer follows from what will be known.
-        """
-        rate, prefill = self._believed_rate(now_s), self._steps.rate
-        if self._mode == "off" or rate is None or not prefill:
-            return False
-        work = self._work_of_others(request_id)
-        queued_s = work.to_load * self._token_bytes / rate
-        return min(queued_s, work.ready / prefill) >= self._queue_limit_s
 
     def tokens_to_load(
         self,
@@ -221,21 +212,23 @@ class LoadPlanner:
         rest_tokens: int,
         now_s: float,
         *,
+        above_tokens: int = 0,
         free_tokens: int = 0,
     ) -> int:
         """How many of ``hit_tokens`` to load; ``rest_tokens`` are computed in any case.
 
-        ``free_tokens``, behind the hit, need neither if all of the hit is loaded.
+        ``above_tokens`` need neither, as a faster tier has them; ``free_tokens``, behind the hit,
+        only if all of the hit is loaded.
         """
         request = self._requests.get(request_id)
         if request is None or self._mode == "off":
             return hit_tokens
-        request.missing = float(hit_tokens + free_tokens + rest_tokens)
+        request.missing = float(above_tokens + hit_tokens + free_tokens + rest_tokens)
         request.promised = 0.0
         others = self._work_of_others(request_id)
         wanted = self._wanted(others, hit_tokens, free_tokens, now_s)
-        saved = wanted + (free_tokens if wanted == hit_tokens else 0)
-        self._set(request_id, wanted, request.missing - saved)
+        saved = above_tokens + wanted + (free_tokens if wanted == hit_tokens else 0)
+        self._set(request_id, wanted, max(0.0, request.missing - saved))
         request.promised = float(wanted)
         return wanted
 

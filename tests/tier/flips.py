@@ -34,6 +34,7 @@ BLOCK_BYTES = 4 * KIB + 512  # so that a slot has padding behind the block
 SLOT_BYTES = 8 * KIB
 SECTOR = 512
 KEYS = keys_of(range(SLOTS))
+_PATIENCE_NS = 60_000_000_000
 
 
 class Bench:
@@ -49,7 +50,15 @@ class Bench:
 
     def _open(self) -> TierRig:
         legal = self.rig.legal if hasattr(self, "rig") else None
-        rig = TierRig(self.directory, slots=SLOTS, block_bytes=BLOCK_BYTES, legal=legal)
+        rig = TierRig(
+            self.directory,
+            slots=SLOTS,
+            block_bytes=BLOCK_BYTES,
+            legal=legal,
+            store_wait_ns=_PATIENCE_NS,  # a busy machine refuses nothing
+            store_deadline_ns=_PATIENCE_NS,
+            load_deadline_ns=_PATIENCE_NS,
+        )
         self.data, self.records = rig.data_files[0], rig.record_files[0]
         return rig
 

@@ -102,8 +102,6 @@ class OverlappingServer:
         return tokens
 
     def _ask(self, prompt: _Prompt) -> bool:
-        if self.planner.busy(prompt.name, self.now):
-            return False
         rest = prompt.left - prompt.hit
         wanted = self.planner.tokens_to_load(prompt.name, prompt.hit, rest, self.now)
         self.planner.load_began(prompt.name, wanted)

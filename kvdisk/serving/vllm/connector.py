@@ -192,8 +192,6 @@ class KVDiskConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
         """As much of what vLLM's own finds as is worth loading now."""
         assert self.connector_scheduler is not None
         request_id, now_s = request.request_id, time.monotonic()
-        if self.ask_planner(lambda it: it.busy(request_id, now_s), False):
-            return None, False
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if found is None:
             return None, False

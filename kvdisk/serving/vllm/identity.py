@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from vllm.logger import init_logger
 
 from kvdisk import Identity
+
+logger = init_logger("vllm.kvdisk")
 
 _WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SAMPLE_BYTES: Final = 64 << 10
@@ -74,6 +77,26 @@ def chosen_backends(vllm_config: Any) -> list[str]:
     layers = vllm_config.compilation_config.static_forward_context.values()
     with_backend = [layer for layer in layers if hasattr(layer, "get_attn_backend")]
     return sorted({str(layer.get_attn_backend().get_name()) for layer in with_backend})
+
+
+def expected_backend(vllm_config: Any) -> str | None:
+    """What ``chosen_backends`` will find, for a process without the layers; None: nobody can tell.
+
+    vLLM is asked as its plain attention layers ask it.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.selector import get_attn_backend
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    try:
+        with set_current_vllm_config(vllm_config):
+            backend = get_attn_backend(
+                model.get_head_size(), model.dtype, cache.cache_dtype, use_mla=bool(model.use_mla)
+            )
+        return str(backend.get_name())
+    except Exception:
+        logger.exception("kvdisk: vLLM does not say which attention backend it chooses.")
+        return None
 
 
 def resolve_weights(vllm_config: Any, said: str) -> tuple[str, str | None]:

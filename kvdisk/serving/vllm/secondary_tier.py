@@ -12,11 +12,9 @@ start, unless the operator names the content with the option ``identity``.
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -40,10 +38,12 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvdisk import DiskTier, Identity, Layout, RowStatus, TierConfig
 from kvdisk.metrics import TierCounters
+from kvdisk.serving.vllm.allowances import Allowances, Parts
 from kvdisk.serving.vllm.events import ChunkEvents
 from kvdisk.serving.vllm.failsafe import Failsafe, failsafe
 from kvdisk.serving.vllm.identity import (
     UNKNOWN_WEIGHTS,
+    expected_backend,
     identity_of,
     resolve_weights,
     weights_of_path,
@@ -61,13 +61,17 @@ _UNKNOWN_CONTENT: Final = (
     "what changes the blocks' bytes is not known here: use kv_connector=KVDiskTieringConnector of "
     'kvdisk.serving.vllm, or name the content with the option "identity"'
 )
+_UNKNOWN_BACKEND: Final = (
+    "which attention backend vLLM chooses cannot be told, and each has its own order of the bytes "
+    'in a block: name one, or name the content with the option "identity"'
+)
 # As constants: to look a member of an enumeration up takes as long as to look a key up.
 _HIT: Final = LookupResult.HIT
 _MISS: Final = LookupResult.MISS
 _LATER: Final = LookupResult.RETRY
 _SLACK_S: Final = 30.0  # beyond the longest deadline
-# Of the RAM tier: one each for what waits to be stored and for what was brought up. What vLLM moves
-# between GPU and RAM tier needs as much, and should find something old to evict.
+# A share of the RAM tier each for what waits to be stored and for what was brought up. What vLLM
+# moves between GPU and RAM tier takes as much again, and should find something old to evict.
 _SHARES: Final = 4
 _STORE_WAIT: Final = "2s"  # well below the deadline: what begins late has the time to end
 
@@ -84,49 +88,6 @@ class _Job:
     of_vllm: TransferJob
     keys: list[OffloadKey]
     is_load: bool
-
-
-@dataclass
-class OnDisk:
-    """What a request would find on the disk alone."""
-
-    chunk_tokens: int
-    keys_per_chunk: int
-    ends: set[int] = field(default_factory=set)  # the tokens at which its chunks end
-    missing_end: int | None = None  # of the first chunk that neither RAM tier nor disk has
-
-    @property
-    def tokens(self) -> int:
-        return len(self.ends) * self.chunk_tokens
-
-    @property
-    def end_token(self) -> int:
-        """Where the last of them ends; 0: there is none."""
-        return max(self.ends, default=0)
-
-    def found_end(self, request_tokens: int) -> int:
-        """Up to which token the request finds everything, on the disk or above it."""
-        if self.missing_end is not None:
-            return self.missing_end - self.chunk_tokens
-        return request_tokens // self.chunk_tokens * self.chunk_tokens
-
-    def miss(self, end_token: int) -> None:
-        """A chunk is neither here nor above."""
-        known = self.missing_end
-        self.missing_end = end_token if known is None else min(known, end_token)
-
-    def first(self, tokens: int) -> Allowance:
-        """So many of them, in whole chunks: one at least, unless it is none."""
-        ends = sorted(self.ends)[: -(-tokens // self.chunk_tokens)]
-        return Allowance(max(ends, default=0), len(ends) * self.keys_per_chunk)
-
-
-@dataclass(frozen=True)
-class Allowance:
-    """How much of the disk a request may have: up to a token, in so many rows of the RAM tier."""
-
-    end_token: int
-    rows: int
 
 
 class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
@@ -154,32 +115,42 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """How much the disk gives is settled when a request is first asked for."""
-        tier, request_id, now_s = self._tier, request.request_id, time.monotonic()
         find = partial(super().get_num_new_matched_tokens, request, num_computed_tokens)
         answer: tuple[int | None, bool]
-        if tier is not None and not tier.has_allowance(request_id):
-            if self.ask_planner(lambda it: it.busy(request_id, now_s), False):
-                return None, False
-            with tier.looking(request_id) as on_disk:
-                answer = find()
-            end = max(on_disk.found_end(request.num_tokens), num_computed_tokens + (answer[0] or 0))
-            hit = min(on_disk.tokens, tier.room_tokens)
-            in_ram = max(0, end - num_computed_tokens - on_disk.tokens)
-            behind = min(in_ram, end - on_disk.end_token) if 0 < hit == on_disk.tokens else 0
-            rest = request.num_tokens - num_computed_tokens - hit - in_ram
-            wanted = self.ask_planner(
-                lambda it: it.tokens_to_load(request_id, hit, rest, now_s, free_tokens=behind), hit
-            )
-            tier.allow(request_id, on_disk.first(wanted))
-            if not on_disk.tokens:
-                return answer
-        answer = find()
+        if self._tier is None or request.request_id in self._tier.allowances:
+            answer = find()
+            return answer
+        allowances = self._tier.allowances
+        with allowances.looking(request.request_id) as look:
+            answer = find()
+        found = answer[0]
+        if found is None and not look.on_disk:
+            return answer  # nothing was looked up, or something is on its way into the RAM tier
+        if found is None:
+            parts = look.parts(num_computed_tokens, request.num_tokens, allowances.room_tokens)
+        else:
+            parts = Parts(0, found, 0, request.num_tokens - num_computed_tokens - found)
+        now_s = time.monotonic()
+        wanted = self.ask_planner(
+            lambda it: it.tokens_to_load(
+                request.request_id,
+                parts.hit,
+                parts.rest,
+                now_s,
+                above_tokens=parts.above,
+                free_tokens=parts.free,
+            ),
+            parts.hit,
+        )
+        allowances.allow(request.request_id, look, wanted)
+        if found is None:
+            answer = find()
         return answer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if self._tier is not None:
-            self._tier.forget_allowance(request.request_id)  # preempted, it is asked for anew
+            self._tier.allowances.settled(request.request_id)  # preempted, it is looked at anew
         self.settled(request, num_external_tokens)
 
 
@@ -203,9 +174,9 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
         layout = _layout_of(primary_kv_view)
-        self._share_rows = max(1, layout.block_count // _SHARES)
+        share_rows = max(1, layout.block_count // _SHARES)
         # What waits for the disk holds rows of the RAM tier and nothing of a GPU.
-        waiting_bytes = self._share_rows * layout.block_bytes
+        waiting_bytes = share_rows * layout.block_bytes
         options = {"store_wait": _STORE_WAIT, "store_queue": f"{waiting_bytes}B", **options}
         config, content = _settings(offloading_spec, layout, weights, identity, options)
         longest_ns = max(config.load_deadline_ns, config.store_deadline_ns)
@@ -217,64 +188,24 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         logger.info("%s", opening_line(health.facts, self._tier.stats().counters.restored))
         self._jobs: dict[int, _Job] = {}  # by our transfer
         self._finished: list[JobResult] = []
-        self._waited: dict[str, bool] = {}  # by request: whether it has waited in vain
-        self._served: set[str] = set()  # requests that have been loaded for since they were asked
         self._told = TierCounters(block_bytes=layout.block_bytes)
         self.config = config
         self.partial_loads: PartialLoads | None = None  # who is told of loads, if anyone
         groups = offloading_spec.config.groups
         cache = offloading_spec.config.cache
         block_tokens = groups[0].tokens_per_block if groups else cache.tokens_per_hash
-        self._chunk_tokens = int(block_tokens * cache.blocks_per_chunk)
-        self._keys_per_chunk = max(1, len(groups))
-        self._allowed: dict[str, Allowance] = {}  # by request that is not settled yet
-        self._allowed_rows = 0
-        self._looking: OnDisk | None = None
-
-    # --- how much of a prefix comes from the disk
-
-    @property
-    def token_bytes(self) -> float:
-        """Of the disk, for a token of all ranks."""
-        return float(self._keys_per_chunk * self.block_size_bytes / self._chunk_tokens)
+        self.allowances = Allowances(
+            int(block_tokens * cache.blocks_per_chunk),
+            max(1, len(groups)),
+            None if config.partial_loads == "off" else share_rows,
+        )
+        self.token_bytes = (
+            self.block_size_bytes * max(1, len(groups)) / self.allowances.chunk_tokens
+        )
 
     def load_rate(self) -> float | None:
         """Bytes a second that the disk gives; None: not yet known."""
         return self._tier.load_rate()
-
-    @property
-    def room_tokens(self) -> int:
-        """How many more may be allowed: what is brought up stays in the RAM tier until it is taken
-        if there is not too much of it. All of a hit, where hits are not to be split.
-        """
-        if self.config.partial_loads == "off":
-            return sys.maxsize
-        rows = max(0, self._share_rows - self._allowed_rows)
-        return rows // self._keys_per_chunk * self._chunk_tokens
-
-    def has_allowance(self, request_id: str) -> bool:
-        return request_id in self._allowed
-
-    @contextmanager
-    def looking(self, request_id: str) -> Iterator[OnDisk]:
-        """Within it nothing that is found for a request is brought up: vLLM is to ask later."""
-        self._served.discard(request_id)  # preempted, it is asked for anew
-        self._looking = OnDisk(self._chunk_tokens, self._keys_per_chunk)
-        try:
-            yield self._looking
-        finally:
-            self._looking = None
-
-    def allow(self, request_id: str, allowance: Allowance) -> None:
-        """A request waits for no more than this."""
-        self.forget_allowance(request_id)
-        self._allowed[request_id] = allowance
-        self._allowed_rows += allowance.rows
-
-    def forget_allowance(self, request_id: str) -> None:
-        allowance = self._allowed.pop(request_id, None)
-        if allowance is not None:
-            self._allowed_rows -= allowance.rows
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -282,21 +213,13 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
 
     @failsafe(lambda self, key, req_context: _MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        request_id = req_context.req_id
-        if request_id in self._served or self._waited.get(request_id):
-            return _MISS  # what it still lacks is computed
         end_token = req_context.get_offload_key_position(key) or 0
-        allowance = self._allowed.get(request_id)
-        if allowance is not None and end_token > allowance.end_token:
-            return _MISS
-        found, looking = self._tier.contains([key]), self._looking
-        if looking is None:
+        allowances = self.allowances
+        found = allowances.may_have(req_context.req_id, end_token) and self._tier.contains([key])
+        if allowances.look is None:
             return _HIT if found else _MISS
-        if not found:
-            looking.miss(end_token)
-            return _MISS
-        looking.ends.add(end_token)
-        return _LATER
+        allowances.look.told(end_token, found)
+        return _LATER if found else _MISS
 
     @failsafe(lambda self, job_metadata: self._fail(job_metadata))
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -309,7 +232,7 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         keys = list(job_metadata.keys)
         transfer_id = self._tier.load(keys, np.asarray(job_metadata.chunk_ids))
         if self.partial_loads is not None:
-            tokens = len(keys) * self._chunk_tokens // self._keys_per_chunk
+            tokens = round(len(keys) * self.block_size_bytes / self.token_bytes)
             self.partial_loads.load_began(job_metadata.req_context.req_id, tokens)
         self._jobs[transfer_id] = _Job(job_metadata, keys, is_load=True)
 
@@ -328,20 +251,23 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         self._tier.touch(list(keys))
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._waited[req_context.req_id] = False
+        self.allowances.arrived(req_context.req_id)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._waited.pop(req_context.req_id, None)
-        self._served.discard(req_context.req_id)
-        self.forget_allowance(req_context.req_id)
+        self.allowances.gone(req_context.req_id)
 
     def drain_jobs(self) -> None:
         """Called when vLLM resets its cache, as after an update of the weights: so forget all.
 
         Every transfer ends by its deadline, so this does too.
         """
-        if not self._tier.clear():
+        if self.broken:
+            logger.error(
+                "kvdisk: it has broken down before, so the reset does not reach the disk. Remove "
+                "the files before the next start: it would find what was there."
+            )
+        elif not self._tier.clear():
             logger.error("kvdisk: the disk does not take the reset; it is tried on until it does.")
         self._wait_for_jobs()
 
@@ -374,9 +300,11 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
     def _break_down(self) -> None:
         """Nothing is copied any more when the jobs end, since vLLM then reuses their rows."""
         self._tier.close()
-        for job in self._jobs.values():
+        while self._jobs:
+            _, job = self._jobs.popitem()
             self._fail(job.of_vllm)
-        self._jobs.clear()
+            if job.is_load:
+                self._load_ended(job.of_vllm.req_context.req_id, whole=False)
 
     def _poll(self) -> None:
         finished = self._tier.poll().finished
@@ -402,12 +330,7 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
             )
 
     def _load_ended(self, request_id: str, *, whole: bool) -> None:
-        """A request waits for the disk once: else two that are brought up in turns, each out of a
-        RAM tier too small for both, would wait for ever.
-        """
-        if request_id in self._waited:  # else it has ended
-            self._served.add(request_id)
-            self._waited[request_id] |= not whole
+        self.allowances.load_ended(request_id, whole=whole)
         loads = (job for job in self._jobs.values() if job.is_load)
         others = any(job.of_vllm.req_context.req_id == request_id for job in loads)
         if self.partial_loads is not None and not others:
@@ -456,6 +379,9 @@ def _settings(
     if _engine_config:
         engine = _engine_config[0]
         weights, reason = resolve_weights(engine, weights)
+        fields["backend"] = backend = expected_backend(engine)
+        if backend is None and not identity:
+            reason = reason or _UNKNOWN_BACKEND
         keep_nothing_if(reason, options)
         settings = share_of_replica(TierConfig.from_mapping(options), config)
         replica = config.parallel.data_parallel_index

@@ -49,6 +49,7 @@ class Leftovers:
         connector = core(llm).scheduler.connector
         half = connector.connector_scheduler
         self.count(connector.planner, "_requests")
+        self.found["planner's books"] = int(not connector.planner.idle)
         self.count(
             half, "_jobs", "_req_status", "_block_id_to_pending_jobs", "_chunks_being_loaded"
         )
@@ -83,6 +84,7 @@ class Leftovers:
         (tier,) = manager.secondary_tiers
         self.found["broken"] = int(tier.broken)
         self.count_all(tier)
+        self.count(tier, "allowances")
         self.scheduler, self.worker = tier._tier._scheduler, tier._tier._worker
 
     def count(self, owner: Any, *names: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,8 @@ def test_evicted_prompts_come_back_also_after_reset_and_restart(
         back = second.generate(*PROMPTS)
         assert tokens(back) == reference
         assert cached(back) == [CACHED] * 6
-    assert "6 blocks recovered" not in (tmp_path / "second.log").read_text()
-    assert "recovered" in (tmp_path / "second.log").read_text()
+    log = (tmp_path / "second.log").read_text()
+    assert max(map(int, re.findall(r"(\d+) blocks recovered", log))) >= 6 * 18
 
 
 @MODES
@@ -70,12 +71,14 @@ def test_damaged_blocks_are_computed_again(
         assert tokens(one.generate(0, 1)) == reference[:2]  # alive, and no loop
 
 
-def test_other_weights_at_the_same_path_hit_nothing(model: Path, tmp_path: Path) -> None:
+@MODES
+def test_other_weights_at_the_same_path_hit_nothing(
+    mode: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
     changing = save_model(tmp_path / "model", seed=0)
     options = {
         "model": str(changing),
-        "kv_transfer_config": direct(tmp_path / "kv"),
-        "in_process": True,
+        "kv_transfer_config": mode(tmp_path / "kv"),
     }
     with engine(tmp_path / "first.log", **options) as first:
         first.generate(*PROMPTS)

@@ -52,12 +52,19 @@ class Planner(LoadPlanner):
     def __init__(self, wanted: int) -> None:
         super().__init__("on", token_bytes=1.0, queue_limit_s=1.0)
         self.wanted = wanted
-        self.asked: list[tuple[int, int, int]] = []
+        self.asked: list[tuple[int, int, int, int]] = []
 
     def tokens_to_load(
-        self, request_id: str, hit: int, rest: int, now_s: float, *, free_tokens: int = 0
+        self,
+        request_id: str,
+        hit: int,
+        rest: int,
+        now_s: float,
+        *,
+        above_tokens: int = 0,
+        free_tokens: int = 0,
     ) -> int:
-        self.asked.append((hit, free_tokens, rest))
+        self.asked.append((hit, above_tokens, free_tokens, rest))
         return self.wanted
 
 
@@ -82,13 +89,12 @@ def test_as_much_is_loaded_as_is_wanted(wanted: int, loaded: int) -> None:
     assert made.connector_scheduler.asked[0] is None
 
 
-@pytest.mark.parametrize("call", ["busy", "tokens_to_load"])
 def test_a_bug_in_the_planner_costs_the_split_alone(
-    call: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     planner = Planner(16)
-    monkeypatch.setattr(planner, call, broken)
+    monkeypatch.setattr(planner, "tokens_to_load", broken)
     made = connector(planner)
     for _ in range(3):
         assert made.get_num_new_matched_tokens(REQUEST, 0) == (HIT, True)
@@ -102,6 +108,7 @@ class RamTier:
     def __init__(self, tier: KVDiskTier) -> None:
         self.tier = tier
         self.chunks: set[int] = set()
+        self.silent = False
         self.context = ReqContext("one")
         for number in range(CHUNKS):
             self.context.set_offload_key_position(key(number), (1 + number) * CHUNK)
@@ -109,6 +116,8 @@ class RamTier:
     def get_num_new_matched_tokens(
         self, request: Any, computed: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
+        if self.silent:
+            return None, False
         found, later = 0, False
         for number in range(computed // CHUNK, CHUNKS):
             if number not in self.chunks:
@@ -126,36 +135,93 @@ CHUNKS = 8
 
 
 @pytest.mark.parametrize(
-    ("in_ram", "asked"),  # how much of it the disk alone has, RAM has behind that, nobody has
-    [(set(), (8, 0)), ({6, 7}, (6, 2)), ({0, 1}, (6, 0)), ({0, 3, 5}, (5, 0)), ({1, 7}, (6, 1))],
+    ("in_ram", "asked"),  # of the disk alone, of RAM before the end of that, and behind it
+    [
+        (set(), (8, 0, 0)),
+        ({6, 7}, (6, 0, 2)),
+        ({0, 1}, (6, 2, 0)),
+        ({0, 3, 5}, (5, 3, 0)),
+        ({1, 7}, (6, 1, 1)),
+    ],
 )
 @pytest.mark.parametrize("wanted", [0, CHUNK, 3 * CHUNK, CHUNKS * CHUNK])
 def test_as_much_is_brought_up_as_is_wanted(
-    tmp_path: Path, wanted: int, in_ram: set[int], asked: tuple[int, int]
+    tmp_path: Path, wanted: int, in_ram: set[int], asked: tuple[int, ...]
 ) -> None:
-    rows = np.zeros((4 * CHUNKS, 4096), np.uint8)
     planner = Planner(wanted)
-    made = object.__new__(KVDiskTieringConnector)
-    made._max_loadable_tokens = lambda *_: None
-    made.planner, made._tier = planner, secondary_tier(tmp_path, rows)
-    made.connector_scheduler = ram = RamTier(made._tier)
-    request = SimpleNamespace(request_id="one", num_tokens=CHUNKS * CHUNK + 5)
-    assert made.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert planner.asked == [(0, 0, request.num_tokens)]
-    made._tier.forget_allowance("one")
-    keys, chunks = [key(number) for number in range(CHUNKS)], np.arange(CHUNKS)
-    made._tier.submit_store(TransferJob(1, keys, chunks, False, ram.context))
-    made._tier._wait_for_jobs()
+    made, ram = tiering_connector(planner, tmp_path)
+    assert made.get_num_new_matched_tokens(LONG, 0) == (0, False)
+    assert planner.asked == [(0, 0, 0, LONG.num_tokens)]
+    made._tier.allowances.settled("one")
+    store_everything(ram)
     ram.chunks = set(in_ram)
     on_disk = [number for number in range(CHUNKS) if number not in in_ram]
-    found = made.get_num_new_matched_tokens(request, 0)[0]
-    assert planner.asked[1:] == [(asked[0] * CHUNK, asked[1] * CHUNK, 5)]
+    found = made.get_num_new_matched_tokens(LONG, 0)[0]
+    assert planner.asked[1:] == [(*(CHUNK * count for count in asked), 5)]
     assert ram.chunks == in_ram | set(on_disk[: wanted // CHUNK])
     prefix = next(number for number in range(CHUNKS + 1) if number not in ram.chunks)
     assert found == (None if wanted else prefix * CHUNK)
-    assert made.get_num_new_matched_tokens(request, 0) == (prefix * CHUNK, prefix > 0)
+    assert made.get_num_new_matched_tokens(LONG, 0) == (prefix * CHUNK, prefix > 0)
     assert len(planner.asked) == 2, "asked once"
     made._tier.shutdown()
+
+
+def test_a_request_that_vllm_does_not_look_up_keeps_its_chance(tmp_path: Path) -> None:
+    """vLLM answers so while stores of a preempted request are under way."""
+    planner = Planner(CHUNKS * CHUNK)
+    made, ram = tiering_connector(planner, tmp_path)
+    store_everything(ram)
+    ram.silent = True
+    assert made.get_num_new_matched_tokens(LONG, 0) == (None, False)
+    ram.silent = False
+    assert made.get_num_new_matched_tokens(LONG, 0) == (None, False)
+    assert made.get_num_new_matched_tokens(LONG, 0) == (CHUNKS * CHUNK, True)
+    assert len(planner.asked) == 1
+    made._tier.shutdown()
+
+
+def test_what_both_tiers_give_is_not_computed(tmp_path: Path) -> None:
+    """The planner's books, from the first question to the last block."""
+    planner = LoadPlanner("auto", token_bytes=1.0, queue_limit_s=1e6)
+    planner.measured_loads(1e9, time.monotonic())
+    made, ram = tiering_connector(planner, tmp_path)
+    store_everything(ram)
+    ram.chunks = {0, 1, 7}
+    for alone in (True, False):
+        planner.arrived("one", LONG.num_tokens)
+        assert made.get_num_new_matched_tokens(LONG, 0)[0] == (None if alone else CHUNKS * CHUNK)
+        if alone:  # five chunks are promised and none has begun, two and one are there
+            assert (planner._work.to_load, planner._work.to_compute) == (5 * CHUNK, 5)
+            planner.load_began("one", 5 * CHUNK)
+            planner.load_ended("one")
+            assert made.get_num_new_matched_tokens(LONG, 0)[0] == CHUNKS * CHUNK
+        made._tier.allowances.settled("one")
+        planner.settled("one", CHUNKS * CHUNK)
+        assert (planner._work.to_load, planner._work.to_compute) == (0, 5)
+        planner.settled("one", 0, left_tokens=5)
+        planner.step_began({"one": 5}, 0.0)
+        assert (planner._work.to_load, planner._work.to_compute) == (0, 0)
+        planner.gone("one")
+        assert planner.idle
+    made._tier.shutdown()
+
+
+LONG = SimpleNamespace(request_id="one", num_tokens=CHUNKS * CHUNK + 5)
+
+
+def tiering_connector(planner: LoadPlanner, directory: Path) -> tuple[Any, RamTier]:
+    made: Any = object.__new__(KVDiskTieringConnector)
+    made._max_loadable_tokens = lambda *_: None
+    rows = np.zeros((4 * CHUNKS, 4096), np.uint8)
+    made.planner, made._tier = planner, secondary_tier(directory, rows)
+    made.connector_scheduler = RamTier(made._tier)
+    return made, made.connector_scheduler
+
+
+def store_everything(ram: RamTier) -> None:
+    keys, chunks = [key(number) for number in range(CHUNKS)], np.arange(CHUNKS)
+    ram.tier.submit_store(TransferJob(1, keys, chunks, False, ram.context))
+    ram.tier._wait_for_jobs()
 
 
 class Base:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
-from kvdisk.serving.vllm.secondary_tier import Allowance, KVDiskTier
+from kvdisk.serving.vllm.allowances import Look
+from kvdisk.serving.vllm.secondary_tier import KVDiskTier
 from kvdisk.testing import Faults, SimulatedDisk, simulated_config, simulated_tier
 from tests.serving.vllm.chunks import REQUEST, TOKENS, broken, key, secondary_tier
 
@@ -126,7 +128,7 @@ class TestDamage:
         assert rig.hits(0) == [True]
         rig.load(0)  # ends after its request: nothing is left over
         rig.finished()
-        assert not rig.tier._waited
+        assert not rig.tier.allowances
 
 
 class TestReset:
@@ -161,6 +163,20 @@ class TestFailsafe:
         job = rig.load(0)
         assert [(each.job_id, each.success) for each in rig.finished()] == [(job, False)]
         rig.tier.touch([key(0)], REQUEST)
+        rig.tier.drain_jobs()  # it cannot forget what is on the disk, and says so
+
+    def test_loads_under_way_are_told_as_ended(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told: list[str] = []
+        plan = SimpleNamespace(load_began=lambda *_: None, load_ended=told.append)
+        rig.tier.partial_loads = plan  # type: ignore[assignment]
+        rig.store(0)
+        rig.finished()
+        rig.load(0)
+        monkeypatch.setattr(rig.tier._tier, "contains", broken)
+        rig.hits(0)
+        assert told == [REQUEST.req_id]
 
 
 def positioned(name: str, *numbers: int, keys_of_a_chunk: int = 1) -> ReqContext:
@@ -171,6 +187,13 @@ def positioned(name: str, *numbers: int, keys_of_a_chunk: int = 1) -> ReqContext
     return request
 
 
+def look_at(rig: Rig, request: ReqContext, *numbers: int) -> Look:
+    with rig.tier.allowances.looking(request.req_id) as look:
+        for number in numbers:
+            rig.tier.lookup(key(number), request)
+    return look
+
+
 def test_a_request_gets_no_more_from_the_disk_than_it_is_allowed(rig: Rig) -> None:
     """Up to a token of it, however often and for however many groups it is asked for."""
     rig.store(*range(6))
@@ -178,31 +201,29 @@ def test_a_request_gets_no_more_from_the_disk_than_it_is_allowed(rig: Rig) -> No
     asking = positioned("asking", *range(6), keys_of_a_chunk=2)  # of two groups
     for _ in range(2):
         assert rig.hits(*range(6), request=asking) == [True] * 6
-    rig.tier.allow("asking", Allowance(2 * TOKENS, 4))
-    assert rig.tier.has_allowance("asking")
+    look = look_at(rig, asking, *range(6))
+    rig.tier.allowances.allow("asking", look, TOKENS + 1)
+    assert "asking" in rig.tier.allowances
     for _ in range(2):
         assert rig.hits(*range(6), request=asking) == [True] * 4 + [False] * 2
     assert rig.hits(5, request=ReqContext("other")) == [True]
-    rig.tier.allow("asking", Allowance(0, 0))
+    rig.tier.allowances.allow("asking", look, 0)
     assert rig.hits(0, request=asking) == [False]
     rig.tier.on_request_finished(asking)
-    assert not rig.tier.has_allowance("asking")
+    assert "asking" not in rig.tier.allowances
     assert rig.hits(*range(6), request=asking) == [True] * 6
 
 
-def test_looking_brings_nothing_up_and_counts_what_is_on_the_disk(rig: Rig) -> None:
+def test_looking_brings_nothing_up_and_tells_what_is_on_the_disk(rig: Rig) -> None:
     rig.store(0, 1, 4)
     rig.finished()
     asking = positioned("asking", *range(6))
-    with rig.tier.looking("asking") as on_disk:
+    with rig.tier.allowances.looking("asking") as look:
         answers = [rig.tier.lookup(key(number), asking) for number in (0, 1, 2, 4, 4)]
     retry, miss = LookupResult.RETRY, LookupResult.MISS
     assert answers == [retry, retry, miss, retry, retry]
-    assert (on_disk.tokens, on_disk.end_token) == (3 * TOKENS, 5 * TOKENS)
-    assert on_disk.found_end(100 * TOKENS) == 2 * TOKENS
-    assert on_disk.first(0) == Allowance(0, 0)
-    assert on_disk.first(1) == Allowance(TOKENS, 1)
-    assert on_disk.first(2 * TOKENS + 1) == on_disk.first(9 * TOKENS) == Allowance(5 * TOKENS, 3)
+    assert look.on_disk == {TOKENS, 2 * TOKENS, 5 * TOKENS}
+    assert look.missing_end == 3 * TOKENS
     assert rig.hits(0, request=asking) == [True]
 
 
@@ -213,42 +234,23 @@ def test_a_request_waits_for_the_disk_once(rig: Rig) -> None:
     asking, other = positioned("asking", *range(4)), ReqContext("other")
     for request in (asking, other):
         rig.tier.on_new_request(request)
-    rig.tier.allow("asking", Allowance(4 * TOKENS, 4))
+    rig.tier.allowances.allow("asking", look_at(rig, asking, *range(4)), 4 * TOKENS)
     assert rig.hits(0, 1, request=asking) == [True, True]
     rig.load(0, 1, request=asking)
     assert rig.hits(2, request=asking) == [True]  # the first load has not ended
     assert rig.finished()[0].success
     assert rig.hits(0, 1, 2, request=asking) == [False] * 3
     assert rig.hits(0, request=other) == [True]
-    rig.tier.forget_allowance("asking")
+    rig.tier.allowances.settled("asking")
     assert rig.hits(0, request=asking) == [False]
-    with rig.tier.looking("asking") as on_disk:  # preempted, it is asked for anew
-        rig.hits(0, request=asking)
-    assert on_disk.tokens == TOKENS
+    assert look_at(rig, asking, 0).on_disk, "preempted, it is asked for anew"
     assert rig.hits(0, request=asking) == [True]
     rig.load(0, request=asking)
     rig.finished()
-    rig.tier.on_request_finished(asking)
+    for request in (asking, other):
+        rig.tier.on_request_finished(request)
     assert rig.hits(0, request=asking) == [True]
-    assert not rig.tier._served
-
-
-def test_no_more_is_allowed_than_a_quarter_of_the_ram_tier_takes(rig: Rig) -> None:
-    assert rig.tier.room_tokens == 8 * TOKENS
-    rig.tier.allow("first", Allowance(3 * TOKENS, 3))
-    rig.tier.allow("second", Allowance(7 * TOKENS, 5))
-    assert rig.tier.room_tokens == 0
-    rig.tier.allow("first", Allowance(TOKENS, 1))
-    assert rig.tier.room_tokens == 2 * TOKENS
-    rig.tier.allow("more than there is room for", Allowance(9 * TOKENS, 9))
-    assert rig.tier.room_tokens == 0
-    for request in ("first", "more than there is room for"):
-        rig.tier.forget_allowance(request)
-        rig.tier.forget_allowance(request)
-    rig.tier.on_request_finished(ReqContext("second"))
-    assert rig.tier.room_tokens == 8 * TOKENS
-    rig.tier.config = replace(rig.tier.config, partial_loads="off")
-    assert rig.tier.room_tokens >= 1000 * TOKENS, "every hit is loaded whole"
+    assert not rig.tier.allowances
 
 
 def test_the_head_of_a_prefix_is_stored_first_and_no_more_than_a_quarter_waits(rig: Rig) -> None:

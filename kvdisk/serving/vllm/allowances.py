@@ -1,0 +1,137 @@
+"""How much of the disk each waiting request may have brought up into vLLM's RAM tier.
+
+A request is looked at before anything is moved for it; then it is allowed a part of what the disk
+has. It waits for that once, and all that is allowed and not yet taken keeps within a share of the
+RAM tier: else long prompts push each other out of it, each before it is taken, for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the GPU lacks of a prompt, in tokens, by where they are."""
+
+    hit: int  # on the disk alone, as far as there is room above it
+    above: int  # in the RAM tier, before the end of the hit
+    free: int  # in the RAM tier behind it: of use only if all of the hit is loaded
+    rest: int
+
+
+@dataclass
+class Look:
+    """What a request finds, as vLLM's lookups tell it. ``end_token`` is where a chunk ends."""
+
+    chunk_tokens: int
+    on_disk: set[int] = field(default_factory=set)  # by their ends
+    missing_end: int | None = None  # of the first chunk that neither RAM tier nor disk has
+
+    def told(self, end_token: int, on_disk: bool) -> None:
+        """A chunk is not in the RAM tier."""
+        if on_disk:
+            self.on_disk.add(end_token)
+        elif self.missing_end is None or end_token < self.missing_end:
+            self.missing_end = end_token
+
+    def parts(self, computed: int, prompt: int, room_tokens: float) -> Parts:
+        """Of a prompt of ``prompt`` tokens, of which the GPU has the first ``computed``."""
+        ends = sorted(end for end in self.on_disk if end > computed)
+        count = int(min(len(ends), room_tokens // self.chunk_tokens))
+        found_end = prompt // self.chunk_tokens * self.chunk_tokens
+        if self.missing_end is not None:
+            found_end = min(found_end, self.missing_end - self.chunk_tokens)
+        last = ends[count - 1] if count else computed
+        next_begin = ends[count] - self.chunk_tokens if count < len(ends) else found_end
+        behind = max(0, next_begin - last)
+        hit = min(count * self.chunk_tokens, last - computed)
+        above, free = (last - computed - hit, behind) if count else (behind, 0)
+        return Parts(hit, above, free, max(0, prompt - computed - hit - above - free))
+
+
+@dataclass(frozen=True)
+class _Allowance:
+    end_token: int
+    rows: int  # of the RAM tier
+
+
+class Allowances:
+    """The requests of one scheduler that wait. Not thread-safe: one thread calls it."""
+
+    def __init__(self, chunk_tokens: int, keys_per_chunk: int, room_rows: int | None) -> None:
+        """``room_rows`` of the RAM tier may be allowed at a time; None: no limit."""
+        self.chunk_tokens = chunk_tokens
+        self.look: Look | None = None  # while one is under way
+        self._keys_per_chunk = keys_per_chunk
+        self._room_rows = room_rows
+        self._allowed: dict[str, _Allowance] = {}
+        self._allowed_rows = 0
+        self._served: set[str] = set()  # loaded for since they were looked at
+        self._waited: dict[str, bool] = {}  # whether in vain: then never again
+
+    @property
+    def room_tokens(self) -> float:
+        """How many tokens may be allowed now."""
+        if self._room_rows is None:
+            return float("inf")
+        rows = max(0, self._room_rows - self._allowed_rows)
+        return rows // self._keys_per_chunk * self.chunk_tokens
+
+    def __len__(self) -> int:
+        """How much is remembered: nothing when all requests have ended."""
+        return len(self._allowed) + len(self._served) + len(self._waited) + self._allowed_rows
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether it is settled what a request may have."""
+        return request_id in self._allowed
+
+    def may_have(self, request_id: str, end_token: int) -> bool:
+        """Whether the disk is asked for a chunk at all: what a request still lacks is computed."""
+        if request_id in self._served or self._waited.get(request_id):
+            return False
+        allowance = self._allowed.get(request_id)
+        return allowance is None or end_token <= allowance.end_token
+
+    @contextmanager
+    def looking(self, request_id: str) -> Iterator[Look]:
+        """Within it nothing is brought up; a request that was preempted is asked for anew."""
+        self._served.discard(request_id)
+        self.look = Look(self.chunk_tokens)
+        try:
+            yield self.look
+        finally:
+            self.look = None
+
+    def allow(self, request_id: str, look: Look, tokens: int) -> None:
+        """So much of what is on the disk, in whole chunks: one at least, unless it is none."""
+        self.settled(request_id)
+        ends = sorted(look.on_disk)[: -(-tokens // self.chunk_tokens)]
+        allowance = _Allowance(max(ends, default=0), len(ends) * self._keys_per_chunk)
+        self._allowed[request_id] = allowance
+        self._allowed_rows += allowance.rows
+
+    # --- what happens
+
+    def arrived(self, request_id: str) -> None:
+        self.gone(request_id)  # another of that name
+        self._waited[request_id] = False
+
+    def load_ended(self, request_id: str, *, whole: bool) -> None:
+        """Something was brought up for a request, or ``whole`` of it was not."""
+        if request_id in self._waited:  # else it has ended
+            self._served.add(request_id)
+            self._waited[request_id] |= not whole
+
+    def settled(self, request_id: str) -> None:
+        """The engine goes on with a request, and takes what was brought up."""
+        allowance = self._allowed.pop(request_id, None)
+        if allowance is not None:
+            self._allowed_rows -= allowance.rows
+
+    def gone(self, request_id: str) -> None:
+        self.settled(request_id)
+        self._waited.pop(request_id, None)
+        self._served.discard(request_id)

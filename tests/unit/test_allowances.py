@@ -1,0 +1,99 @@
+"""How much of the disk a waiting request may have brought up: the arithmetic, without vLLM."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvdisk.serving.vllm.allowances import Allowances, Look, Parts
+
+CHUNK = 16
+
+
+def look(on_disk: set[int], missing: int | None = None) -> Look:
+    """Chunks by number."""
+    found = Look(CHUNK)
+    for number in on_disk:
+        found.told((1 + number) * CHUNK, True)
+    if missing is not None:
+        found.told((1 + missing) * CHUNK, False)
+        found.told((9 + missing) * CHUNK, False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("on_disk", "missing", "computed", "room", "parts"),
+    [
+        ({0, 1, 2, 3}, 4, 0, 99, (4, 0, 0, 4)),
+        ({0, 1, 2, 3}, None, 0, 99, (4, 0, 4, 0)),
+        ({0, 1}, 4, 0, 99, (2, 0, 2, 4)),
+        ({2, 3}, 4, 0, 99, (2, 2, 0, 4)),
+        ({1, 3}, 6, 0, 99, (2, 2, 2, 2)),
+        ({1, 3}, 6, 2, 99, (1, 1, 2, 2)),
+        ({1, 3}, 6, 0, 1, (1, 1, 1, 5)),  # what lies behind the second of them is of no use
+        ({1, 3}, 6, 0, 0, (0, 1, 0, 7)),
+        (set(), 6, 2, 99, (0, 4, 0, 2)),
+    ],
+)
+def test_a_prompt_is_split_by_where_its_chunks_are(
+    on_disk: set[int], missing: int | None, computed: int, room: int, parts: tuple[int, ...]
+) -> None:
+    found = look(on_disk, missing).parts(computed * CHUNK, 8 * CHUNK, room * CHUNK)
+    assert found == Parts(*(CHUNK * count for count in parts))
+
+
+def test_the_parts_add_up_and_none_is_negative() -> None:
+    """Also where the GPU's part ends within a chunk, and where vLLM's answers say little."""
+    chance = random.Random(2)
+    for _ in range(3000):
+        prompt = chance.randrange(1, 200)
+        computed = chance.randrange(prompt)
+        found = look(set(chance.sample(range(14), chance.randrange(14))))
+        found.missing_end = chance.choice([None, *range(CHUNK, 15 * CHUNK, CHUNK)])
+        parts = found.parts(computed, prompt, chance.choice([0, CHUNK, 70, 1e9]))
+        amounts = (parts.hit, parts.above, parts.free, parts.rest)
+        assert min(amounts) >= 0, (found, computed, prompt, parts)
+        if max(found.on_disk, default=0) <= prompt:
+            assert sum(amounts) == prompt - computed, (found, computed, prompt, parts)
+
+
+def test_no_more_is_allowed_than_there_is_room_for() -> None:
+    allowances = Allowances(CHUNK, 2, 16)  # two keys for each chunk
+    whole = look({0, 1, 2, 3, 4, 5, 6, 7})
+    assert allowances.room_tokens == 8 * CHUNK
+    allowances.allow("first", whole, 3 * CHUNK)
+    allowances.allow("second", whole, 4 * CHUNK + 1)
+    assert allowances.room_tokens == 0
+    allowances.allow("first", whole, CHUNK)
+    assert allowances.room_tokens == 2 * CHUNK
+    allowances.allow("more than there is room for", whole, 8 * CHUNK)
+    assert allowances.room_tokens == 0
+    for request in ("first", "more than there is room for", "first", "unknown"):
+        allowances.settled(request)
+    allowances.gone("second")
+    assert allowances.room_tokens == 8 * CHUNK
+    assert not allowances
+    assert Allowances(CHUNK, 2, None).room_tokens > 1e12
+
+
+def test_a_chunk_is_allowed_at_least_and_never_one_that_is_not_there() -> None:
+    allowances = Allowances(CHUNK, 1, None)
+    for tokens, end in ((0, 0), (1, 1), (CHUNK + 1, 5), (99 * CHUNK, 5)):
+        allowances.allow("one", look({0, 4}), tokens)
+        assert [allowances.may_have("one", n * CHUNK) for n in range(1, 8)] == [
+            n <= end for n in range(1, 8)
+        ]
+
+
+def test_who_waited_in_vain_never_waits_again() -> None:
+    allowances = Allowances(CHUNK, 1, None)
+    allowances.arrived("one")
+    allowances.load_ended("one", whole=False)
+    with allowances.looking("one"):
+        assert not allowances.may_have("one", CHUNK)
+    allowances.arrived("one")  # another request of that name
+    assert allowances.may_have("one", CHUNK)
+    allowances.gone("one")
+    allowances.load_ended("one", whole=False)
+    assert not allowances
