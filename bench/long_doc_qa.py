@@ -157,15 +157,13 @@ def document_bytes(options: argparse.Namespace) -> int:
     return int(token * options.document_tokens)
 
 
-def transfer_config(mode: str, options: argparse.Namespace) -> dict[str, Any] | None:
-    """What an operator would write for ``mode``."""
-    name, _, root_name = mode.partition("@")
-    kind, _, ram_documents = name.partition(":")
+def transfer_config(mode: str, root: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """What an operator would write for ``mode`` in the directory ``root``."""
+    kind, _, ram_documents = mode.partition("@")[0].partition(":")
     if kind in ("none", "prefix"):
         return None
     each = document_bytes(options)
     ram_bytes = int(ram_documents or 0) * each
-    root = str(Path(options.roots[root_name]) / name.replace(":", "-")) if root_name else ""
     disk_bytes = options.disk_documents * each
     kvdisk = {
         "path": root,
@@ -236,12 +234,10 @@ class Engine:
             engine["load_format"] = "dummy"
         if options.attention:
             engine["attention_backend"] = options.attention
-        transfer = transfer_config(mode, options)
+        self.root = new_directory(mode, options)
+        transfer = transfer_config(mode, str(self.root or ""), options)
         if transfer is not None:
             engine["kv_transfer_config"] = transfer
-        self.root = root_of(mode, options)
-        if self.root is not None:
-            self.root.mkdir(parents=True, exist_ok=True)
         told = {
             "engine": engine,
             "document_tokens": options.document_tokens,
@@ -261,6 +257,8 @@ class Engine:
             text=True,
             env={**os.environ, "PYTHONPATH": python_path(), **vllm_environment(options)},
         )
+        if log != subprocess.DEVNULL:
+            os.close(log)
 
     def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -284,13 +282,19 @@ class Engine:
                 self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
+                self.process.wait()
         if self.root is not None:
             shutil.rmtree(self.root, ignore_errors=True)
 
 
-def root_of(mode: str, options: argparse.Namespace) -> Path | None:
+def new_directory(mode: str, options: argparse.Namespace) -> Path | None:
+    """For what ``mode`` keeps on its disk; removed when its engine stops."""
     name, _, root_name = mode.partition("@")
-    return Path(options.roots[root_name]) / name.replace(":", "-") if root_name else None
+    if not root_name:
+        return None
+    root = Path(options.roots[root_name])
+    root.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f"{name.replace(':', '-')}-", dir=root))
 
 
 def python_path() -> str:
@@ -378,6 +382,8 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
 
         device = torch.cuda.get_device_name(0)
     return {
+        "command": sys.argv[1:],
+        "commit": commit(),
         "machine": platform.machine(),
         "kernel": platform.release(),
         "cpus": os.cpu_count(),
@@ -396,6 +402,13 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
         "kvdisk_options": options.kvdisk,
         "roots": {name: vars(describe_place(Path(path))) for name, path in options.roots.items()},
     }
+
+
+def commit() -> str:
+    """Of the tree that is measured, with a + if it has been changed since."""
+    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty=+"]
+    found = subprocess.run(git, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
 
 
 def table(results: list[dict[str, Any]]) -> str:
