@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from kvdisk.errors import DeviceError
 from kvdisk.rank_header import (
@@ -20,6 +21,12 @@ from kvdisk.rank_header import (
     RECORD_PAGE_BYTES,
     RECORDS_PER_PAGE,
     RankHeader,
+)
+
+# A sector that is lost, as disks and file systems say it: the same as is_lost_on_disk in
+# native/pipeline/engine.cpp, or a cache with such a sector would open, but never smaller.
+_LOST_ON_DISK: Final = frozenset(
+    {errno.EIO, errno.ENODATA, errno.EREMOTEIO, errno.EILSEQ, errno.EBADMSG, errno.EUCLEAN}
 )
 
 
@@ -68,7 +75,7 @@ def clear_records(file: int, path: Path, slot_count: int) -> None:
         try:
             kept = read_page(file, offset)[: first * RECORD_BYTES]
         except OSError as error:
-            if error.errno not in (errno.EIO, errno.ENODATA):
+            if error.errno not in _LOST_ON_DISK:
                 raise
             kept = bytes(first * RECORD_BYTES)  # a bad sector told nothing, and written it may heal
         if kept:

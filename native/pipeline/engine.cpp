@@ -105,6 +105,7 @@ RestoredRecords columns_of(const SlotRecords& records, std::uint64_t count) {
 }
 
 // A sector that is lost, as disks and file systems say it; all else is of the machine or a mistake.
+// The same as _LOST_ON_DISK in kvdisk/rank_pages.py, for opens that make a cache smaller.
 bool is_lost_on_disk(int error) noexcept {
     return error == EIO || error == ENODATA || error == EREMOTEIO || error == EILSEQ ||
            error == EBADMSG || error == EUCLEAN;

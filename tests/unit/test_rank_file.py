@@ -333,8 +333,12 @@ def test_an_unreadable_header_is_set_aside(
         assert "cannot be read" in opened.notes[0]
 
 
+LOST_ON_DISK = ("EIO", "ENODATA", "EREMOTEIO", "EILSEQ", "EBADMSG", "EUCLEAN")
+
+
+@pytest.mark.parametrize("name", LOST_ON_DISK)
 def test_a_bad_sector_among_the_records_does_not_keep_a_cache_from_shrinking(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     open_rank(directory).close()
     fill_records(directory, 40)
@@ -342,7 +346,7 @@ def test_a_bad_sector_among_the_records_does_not_keep_a_cache_from_shrinking(
 
     def fail(file: int, offset: int) -> bytes:
         if offset:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+            raise OSError(getattr(errno, name), "a bad sector")
         return real(file, offset)
 
     monkeypatch.setattr(rank_pages, "read_page", fail)
