@@ -7,7 +7,12 @@ what. Every exception survives pickling, because serving engines pass them betwe
 
 from __future__ import annotations
 
+import errno
 import os
+from typing import Final
+
+# Answers that say something about load on the machine, and nothing about the disk or its data.
+TRANSIENT_ERRORS: Final = frozenset({errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOMEM})
 
 
 class KVDiskError(Exception):

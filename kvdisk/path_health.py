@@ -17,11 +17,9 @@ from typing import Final
 
 import numpy as np
 
+from kvdisk.errors import TRANSIENT_ERRORS
 from kvdisk.messages import PathState
 from kvdisk.transfer import Direction, RowStatus, TransferResult
-
-# Answers that say something about load on the machine, and nothing about the disk or its data.
-TRANSIENT_ERRORS: Final = frozenset({errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOMEM})
 
 _FAILURES_MAX: Final = 3  # transfers in a row without one good block
 _FATAL_ERRORS: Final = frozenset({errno.EROFS, errno.ENODEV, errno.ENXIO, errno.EIO})

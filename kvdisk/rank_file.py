@@ -29,7 +29,7 @@ from typing import Final
 
 from kvdisk.config import Direct
 from kvdisk.direct_mode import DirectMode, choose_mode, set_direct, without_direct
-from kvdisk.errors import ConfigError, DeviceError
+from kvdisk.errors import TRANSIENT_ERRORS, ConfigError, DeviceError
 from kvdisk.private_files import (
     open_locked,
     open_private_directory,
@@ -56,7 +56,6 @@ __all__ = ["RankFile", "record_file_bytes", "slots_within"]
 _SLOT_ALIGNMENT: Final = 4096
 _DATA_MARK: Final = "user.kvdisk"
 _DATA_MARK_VALUE: Final = b"KVDISKKV"
-_TRANSIENT: Final = (errno.ENOMEM, errno.EAGAIN, errno.EBUSY, errno.EINTR)
 
 _log = logging.getLogger("kvdisk")
 
@@ -438,7 +437,7 @@ class _Opening:
             if self.mode.direct and error.errno == errno.EINVAL:
                 self._fall_back("the record file refused a direct read", error)
                 return self._read_header()
-            if error.errno in _TRANSIENT:  # of the machine: it says nothing about the file
+            if error.errno in TRANSIENT_ERRORS:  # it says nothing about the file
                 raise
             return f"its header cannot be read ({os.strerror(error.errno or errno.EIO)})"
 

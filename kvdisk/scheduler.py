@@ -26,13 +26,12 @@ from kvdisk import messages
 from kvdisk.agreement import keys_not_held, rows_of_all
 from kvdisk.clears import Clears
 from kvdisk.config import TierConfig
-from kvdisk.errors import ConfigError
+from kvdisk.errors import TRANSIENT_ERRORS, ConfigError
 from kvdisk.key_index import ABSENT, KEY_BYTES_MAX, KeyBatch
 from kvdisk.memory import SCHEDULER_BYTES_PER_SLOT, require_slot_memory
 from kvdisk.messages import Clear, PathState, RankOpened, RankReport, RankResult, Transfer
 from kvdisk.metrics import TierCounters
 from kvdisk.open_transfers import OpenTransfer, OpenTransfers, TierResult
-from kvdisk.path_health import TRANSIENT_ERRORS
 from kvdisk.placement import Placement
 from kvdisk.policy import AdmitAll, make_admission_policy, make_eviction_policy
 from kvdisk.rate_meter import RateMeter
