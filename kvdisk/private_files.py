@@ -132,6 +132,8 @@ def open_locked(folder: int, path: Path) -> int:
             if is_new and isinstance(error, (OSError, DeviceError)):
                 undo_create(folder, path.name, file)
             os.close(file)
+            if isinstance(error, OSError):  # here, where it is known what helps against EPERM
+                raise DeviceError.from_os_error(error, "open", path, _advice(error)) from error
             raise
         os.close(file)  # renamed or removed between open and lock: not the one others would see
     raise BusyError(f"{path} keeps being replaced by another process.", path=str(path))
