@@ -272,7 +272,7 @@ class TransferEngine:
         )
         lost = engine._native.lost_record_pages()
         if lost:
-            text = "%s: the disk cannot read %d pages of records: their blocks were dropped"
+            text = "%s: %d pages of records are lost to bad sectors: their blocks were dropped"
             _log.warning(text, rank_file.record_path, lost)
         return engine
 

@@ -147,6 +147,7 @@ RestoredRecords restore(SlotRecords& records, const EngineOptions& options) {
         if (moved_bytes < record_page_bytes) break;
         read_bytes += moved_bytes / record_page_bytes * record_page_bytes;
     }
+    if (lost_pages == lost_pages_max) lost_pages += (bytes - read_bytes) / record_page_bytes;
     RestoredRecords columns = columns_of(records, kept);
     columns.lost_pages = lost_pages;
     return columns;

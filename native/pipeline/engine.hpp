@@ -87,7 +87,7 @@ struct Part;
 struct RestoredRecords {
     std::vector<std::uint64_t> slots, sequences, valid_bytes;
     std::vector<std::uint8_t> keys, key_lengths;  // keys: key_bytes_max each, zero-padded
-    std::uint64_t lost_pages = 0;                 // that the disk could not read
+    std::uint64_t lost_pages = 0;                 // that could not be read, or were not tried
 
     std::size_t size() const noexcept { return slots.size(); }
     bool empty() const noexcept { return slots.empty(); }

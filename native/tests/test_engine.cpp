@@ -253,26 +253,28 @@ TEST_CASE("engine: what was stored is found by the next one") {
     CHECK(engine.take_restored().empty());
 }
 
-// The record file in memory with a page missing: reading that through /proc/self/mem is a true EIO.
-class RecordsWithAHole {
+// The record file in memory with pages missing: reading those through /proc/self/mem is a true EIO.
+// No two in a row: into a hole of more than a page something else could be mapped.
+class RecordsWithHoles {
   public:
-    RecordsWithAHole(int record_fd, std::size_t pages, std::size_t hole)
-        : pages_(pages), hole_(hole) {
+    RecordsWithHoles(int record_fd, std::size_t pages, std::vector<std::size_t> holes)
+        : pages_(pages), holes_(std::move(holes)) {
         memory_ =
             static_cast<std::byte*>(::mmap(nullptr, pages * page_bytes, PROT_READ | PROT_WRITE,
                                            MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
         REQUIRE(memory_ != MAP_FAILED);
         REQUIRE(::pread(record_fd, memory_, pages * page_bytes, 0) > 0);
-        REQUIRE(::munmap(memory_ + hole * page_bytes, page_bytes) == 0);
+        for (const std::size_t page : holes_) unmap(page);
         fd = ::open("/proc/self/mem", O_RDONLY | O_CLOEXEC);
         REQUIRE(fd >= 0);
     }
-    RecordsWithAHole(const RecordsWithAHole&) = delete;
-    RecordsWithAHole& operator=(const RecordsWithAHole&) = delete;
-    ~RecordsWithAHole() {
+    RecordsWithHoles(const RecordsWithHoles&) = delete;
+    RecordsWithHoles& operator=(const RecordsWithHoles&) = delete;
+    ~RecordsWithHoles() {
         ::close(fd);
-        ::munmap(memory_, hole_ * page_bytes);
-        ::munmap(memory_ + (hole_ + 1) * page_bytes, (pages_ - hole_ - 1) * page_bytes);
+        for (std::size_t page = 0; page < pages_; ++page) {
+            if (std::ranges::find(holes_, page) == holes_.end()) unmap(page);
+        }
     }
 
     std::uint64_t offset() const noexcept { return reinterpret_cast<std::uintptr_t>(memory_); }
@@ -281,8 +283,12 @@ class RecordsWithAHole {
 
   private:
     static constexpr std::size_t page_bytes = 4096;
+
+    void unmap(std::size_t page) { ::munmap(memory_ + page * page_bytes, page_bytes); }
+
     std::byte* memory_ = nullptr;
-    std::size_t pages_, hole_;
+    std::size_t pages_;
+    std::vector<std::size_t> holes_;
 };
 
 TEST_CASE("A15 engine: a page of records that the disk has lost costs its own blocks") {
@@ -295,7 +301,7 @@ TEST_CASE("A15 engine: a page of records that the disk has lost costs its own bl
         CHECK(engine.close(patience_ns) == 0);
     }
     for (const std::size_t hole : {0, 1, 3}) {
-        const RecordsWithAHole records(fixture.record_fd, slot_count / 32, hole);
+        const RecordsWithHoles records(fixture.record_fd, slot_count / 32, {hole});
         EngineOptions options = fixture.options("threads", 1);
         options.record_fd = records.fd;
         options.record_offset = records.offset();
@@ -303,6 +309,31 @@ TEST_CASE("A15 engine: a page of records that the disk has lost costs its own bl
         CHECK(engine.lost_record_pages() == 1);
         CHECK(engine.take_restored().size() == (hole == 3 ? 96 : 68));
     }
+}
+
+TEST_CASE("A15 engine: behind sixteen lost pages of records the rest counts as lost too") {
+    Fixture fixture;
+    constexpr std::size_t pages = 40;
+    EngineOptions options = fixture.options("threads", 1);
+    options.slot_count = pages * records_per_page;
+    {
+        Engine engine(options);
+        std::vector<Row> stores;
+        for (const std::uint64_t page : {0, 30, 39}) {
+            stores.push_back(row(page * records_per_page, stores.size()));
+        }
+        engine.submit(Direction::store, stores, -1, -1, 0);
+        CHECK(engine.close(patience_ns) == 0);
+    }
+    std::vector<std::size_t> holes;
+    for (std::size_t page = 1; holes.size() < 17; page += 2) holes.push_back(page);
+    const RecordsWithHoles records(fixture.record_fd, pages, holes);
+    options.record_fd = records.fd;
+    options.record_offset = records.offset();
+    Engine engine(options);
+    CHECK(engine.lost_record_pages() == 16 + 8);  // the sixteenth is page 31
+    const RestoredRecords restored = engine.take_restored();
+    CHECK(restored.slots == std::vector<std::uint64_t>{0, 30 * records_per_page});
 }
 
 TEST_CASE("engine: what cannot work is refused at open") {
