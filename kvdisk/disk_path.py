@@ -194,7 +194,7 @@ class DiskPath:
             except DeviceError as error:  # "kvdisk gc" may remove the directory as we open it
                 if error.errno != errno.ENOENT or left == 1:
                     raise
-        with ExitStack() as undo:
+        with disk_trouble("open", directory), ExitStack() as undo:
             undo.callback(file.close)
             undo.callback(file.undo)
             note = self_test(directory, file.mode, placement.slot_bytes, config)

@@ -146,7 +146,8 @@ class TierWorker:
         share = share_of_one_path(config)
         paths: dict[int, DiskPath] = {}
         lost: dict[int, str] = {}
-        with disk_trouble("open", config.paths[0]), ExitStack() as undo:
+        # For those two alone: what a path raises names that path, and leaves only it out.
+        with disk_trouble("eventfd or epoll for", config.paths[0]), ExitStack() as undo:
             wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.callback(os.close, wake_fd)
             undo.callback(_undo_open, paths)
@@ -164,8 +165,7 @@ class TierWorker:
                         direct_stores=direct_stores,
                     )
                 except (DeviceError, ConfigError) as error:
-                    last_hope = index == len(config.paths) - 1 and not paths
-                    if last_hope:
+                    if index == len(config.paths) - 1 and not paths:  # the last hope
                         raise
                     _log.warning("path left out, its slots are misses: %s", error)
                     lost[index] = str(error)

@@ -93,6 +93,26 @@ def test_a_path_that_cannot_be_looked_at_is_an_error_of_ours_if_it_is_the_only_o
         TierRig(tmp_path / "lost")
 
 
+@pytest.mark.parametrize("order", [("sick", "well"), ("well", "sick")])
+def test_whatever_a_path_raises_is_about_that_path_alone(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    order: tuple[str, str],
+) -> None:
+    def raw(directory: Path, *_: object) -> str | None:
+        if directory.is_relative_to(tmp_path / "well"):
+            return None
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(disk_path, "self_test", raw)
+    with tier_rig(*(tmp_path / each for each in order)) as rig:
+        assert rig.tier.health().status == "degraded"
+    assert f"left out, its slots are misses: open {tmp_path / 'sick'}" in caplog.text
+    with pytest.raises(DeviceError, match="/sicker/"):
+        TierRig(tmp_path / "sick", tmp_path / "sicker")
+
+
 def lose(monkeypatch: pytest.MonkeyPatch, root: Path, number: int) -> None:
     """Whatever is asked of ``root`` or below it fails: a dead mount, or a directory not ours."""
 
