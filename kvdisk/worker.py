@@ -143,7 +143,6 @@ class TierWorker:
         require_room(config, identity, placement, rank, world_size)
         config.check_memory()
         require_slot_memory(placement.slot_count, WORKER_BYTES_PER_SLOT, config.ring_bytes)
-        share = share_of_one_path(config)
         paths: dict[int, DiskPath] = {}
         lost: dict[int, str] = {}
         # For those two alone: what a path raises names that path, and leaves only it out.
@@ -157,7 +156,7 @@ class TierWorker:
                         index,
                         layout,
                         identity,
-                        share,
+                        share_of_one_path(config),
                         placement,
                         rank,
                         world_size,
@@ -169,12 +168,13 @@ class TierWorker:
                         raise
                     _log.warning("path left out, its slots are misses: %s", error)
                     lost[index] = str(error)
+            clears = max(path.file.header.clears for path in paths.values())
+            _each(paths, lost, lambda path: path.catch_up(clears))
             per_slot = WORKER_BYTES_PER_SLOT + SCHEDULER_BYTES_PER_SLOT[config.eviction]
             memory = placement.slot_count * per_slot
             opened = cls(paths, lost, placement, layout, rank, world_size, wake_fd, clock, memory)
             undo.callback(opened._selector.close)
-            _make_ready(paths, lost, identity)  # last of all, for it cannot be undone
-            opened._watch()
+            _each(paths, lost, lambda path: path.label(identity))  # last, for it cannot be undone
             undo.pop_all()
         return opened
 
@@ -481,13 +481,13 @@ def _undo_open(paths: dict[int, DiskPath]) -> None:
             each.callback(path.undo_open)
 
 
-def _make_ready(paths: dict[int, DiskPath], lost: dict[int, str], identity: Identity) -> None:
-    """A path that was away during a clear must not bring back what was cleared."""
-    clears = max((path.file.header.clears for path in paths.values()), default=0)
+def _each(
+    paths: dict[int, DiskPath], lost: dict[int, str], step: Callable[[DiskPath], None]
+) -> None:
+    """Take a step of opening on every path; one of several that fails is left out."""
     for index, path in list(paths.items()):
         try:
-            path.catch_up(clears)
-            path.label(identity)
+            step(path)
         except (DeviceError, ConfigError) as error:
             if len(paths) == 1:
                 raise

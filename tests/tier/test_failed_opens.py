@@ -230,6 +230,53 @@ def test_a_machine_out_of_descriptors_in_the_last_step_costs_no_block(
     assert facts_of(tmp_path) == before
 
 
+def test_a_kernel_that_watches_no_more_descriptors_costs_no_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a path was away during a clear, so that its engine is opened anew."""
+    whole, away = tmp_path / "whole", tmp_path / "away"
+    with tier_rig(whole) as rig:
+        assert rig.tier.clear()
+        assert rig.store(KEYS) == ok(100)
+    with tier_rig(away):
+        pass
+    before = facts_of(whole)
+    for nth in itertools.count(1):
+        with monkeypatch.context() as patch:
+            refused = refuse_nth_register(patch, nth)
+            try:
+                TierRig(whole, away, capacity="8MiB").close()
+            except DeviceError:
+                assert facts_of(whole) == before, refused
+        if not refused:
+            break
+    assert nth > 3  # what wakes the worker, and the engine of each path
+    assert facts_of(whole) != before
+
+
+def refuse_nth_register(monkeypatch: pytest.MonkeyPatch, nth: int) -> list[int]:
+    """The ``nth`` descriptor to be watched is refused: fs.epoll.max_user_watches (epoll(7))."""
+    real = select.epoll
+    calls = itertools.count(1)
+    refused: list[int] = []
+
+    class Epoll:
+        def __init__(self) -> None:
+            self._real = real()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._real, name)
+
+        def register(self, file: int, events: int) -> None:
+            if next(calls) == nth:
+                refused.append(file)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._real.register(file, events)
+
+    monkeypatch.setattr(select, "epoll", Epoll)
+    return refused
+
+
 def test_a_path_that_is_refused_in_the_last_step_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
