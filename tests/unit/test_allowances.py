@@ -74,11 +74,26 @@ def test_no_more_is_allowed_than_there_is_room_for() -> None:
     allowances.gone("second")
     assert allowances.room_tokens == 8 * CHUNK
     assert not allowances
-    assert Allowances(CHUNK, 2, None).room_tokens > 1e12
+
+
+def test_a_hit_that_is_not_to_be_split_waits_for_room() -> None:
+    """Alone it may take more than that, so that somebody always goes on."""
+    allowances = Allowances(CHUNK, 1, 4, whole=True)
+    long, short = look({0, 1, 2, 3, 4, 5}), look({0})
+    assert allowances.room_tokens > 1e12
+    assert not allowances.must_wait(long)
+    allowances.allow("long", long, 6 * CHUNK)
+    assert allowances.must_wait(short)
+    assert allowances.must_wait(long)
+    allowances.settled("long")
+    allowances.allow("short", short, CHUNK)
+    assert not allowances.must_wait(look({0, 1, 2}))
+    assert allowances.must_wait(long)
+    assert not Allowances(CHUNK, 1, 0).must_wait(long), "it is split instead"
 
 
 def test_a_chunk_is_allowed_at_least_and_never_one_that_is_not_there() -> None:
-    allowances = Allowances(CHUNK, 1, None)
+    allowances = Allowances(CHUNK, 1, 100)
     for tokens, end in ((0, 0), (1, 1), (CHUNK + 1, 5), (99 * CHUNK, 5)):
         allowances.allow("one", look({0, 4}), tokens)
         assert [allowances.may_have("one", n * CHUNK) for n in range(1, 8)] == [
@@ -87,7 +102,7 @@ def test_a_chunk_is_allowed_at_least_and_never_one_that_is_not_there() -> None:
 
 
 def test_who_waited_in_vain_never_waits_again() -> None:
-    allowances = Allowances(CHUNK, 1, None)
+    allowances = Allowances(CHUNK, 1, 100)
     allowances.arrived("one")
     allowances.load_ended("one", whole=False)
     with allowances.looking("one"):

@@ -61,12 +61,17 @@ class _Allowance:
 class Allowances:
     """The requests of one scheduler that wait. Not thread-safe: one thread calls it."""
 
-    def __init__(self, chunk_tokens: int, keys_per_chunk: int, room_rows: int | None) -> None:
-        """``room_rows`` of the RAM tier may be allowed at a time; None: no limit."""
+    def __init__(
+        self, chunk_tokens: int, keys_per_chunk: int, room_rows: int, *, whole: bool = False
+    ) -> None:
+        """``room_rows`` of the RAM tier may be allowed at a time. ``whole``: hits are not split,
+        but wait for room.
+        """
         self.chunk_tokens = chunk_tokens
         self.look: Look | None = None  # while one is under way
         self._keys_per_chunk = keys_per_chunk
         self._room_rows = room_rows
+        self._whole = whole
         self._allowed: dict[str, _Allowance] = {}
         self._allowed_rows = 0
         self._served: set[str] = set()  # loaded for since they were looked at
@@ -75,10 +80,15 @@ class Allowances:
     @property
     def room_tokens(self) -> float:
         """How many tokens may be allowed now."""
-        if self._room_rows is None:
+        if self._whole:
             return float("inf")
         rows = max(0, self._room_rows - self._allowed_rows)
         return rows // self._keys_per_chunk * self.chunk_tokens
+
+    def must_wait(self, look: Look) -> bool:
+        """A hit that is not to be split has no room yet. Those before it make some in the end."""
+        rows = self._allowed_rows + len(look.on_disk) * self._keys_per_chunk
+        return self._whole and self._allowed_rows > 0 and rows > self._room_rows
 
     def __len__(self) -> int:
         """How much is remembered: nothing when all requests have ended."""

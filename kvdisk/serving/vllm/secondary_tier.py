@@ -124,8 +124,8 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
         with allowances.looking(request.request_id) as look:
             answer = find()
         found = answer[0]
-        if found is None and not look.on_disk:
-            return answer  # nothing was looked up, or something is on its way into the RAM tier
+        if found is None and (not look.on_disk or allowances.must_wait(look)):
+            return None, False  # else nothing was looked up, or something is on its way up already
         if found is None:
             parts = look.parts(num_computed_tokens, request.num_tokens, allowances.room_tokens)
         else:
@@ -144,8 +144,18 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
         )
         allowances.allow(request.request_id, look, wanted)
         if found is None:
+            self._keep_in_ram(request.request_id)
             answer = find()
         return answer
+
+    def _keep_in_ram(self, request_id: str) -> None:
+        """Before more of a prompt is brought up: else that takes the place of what is there of it,
+        which is as old as what is not there any more.
+        """
+        half = self.connector_scheduler
+        status = half._req_status[request_id]
+        for group in status.group_states:
+            half.manager.primary_tier.touch(group.offload_keys, status.req_context)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -197,7 +207,8 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         self.allowances = Allowances(
             int(block_tokens * cache.blocks_per_chunk),
             max(1, len(groups)),
-            None if config.partial_loads == "off" else share_rows,
+            share_rows,
+            whole=config.partial_loads == "off",
         )
         self.token_bytes = (
             self.block_size_bytes * max(1, len(groups)) / self.allowances.chunk_tokens

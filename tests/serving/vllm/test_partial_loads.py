@@ -103,15 +103,28 @@ def test_a_bug_in_the_planner_costs_the_split_alone(
 
 
 class RamTier:
-    """vLLM's half above the disk: brings up what the disk has, and finds it the next time."""
+    """vLLM's half above the disk: brings up what the disk has, and finds it the next time.
+
+    What it has is in ``chunks``, the oldest first, which goes when there are too many.
+    """
 
     def __init__(self, tier: KVDiskTier) -> None:
         self.tier = tier
-        self.chunks: set[int] = set()
+        self.chunks: list[int] = []
+        self.room = 99
         self.silent = False
         self.context = ReqContext("one")
+        self.keys = [key(number) for number in range(CHUNKS)]
         for number in range(CHUNKS):
             self.context.set_offload_key_position(key(number), (1 + number) * CHUNK)
+        groups = [SimpleNamespace(offload_keys=self.keys)]
+        self._req_status = {"one": SimpleNamespace(group_states=groups, req_context=self.context)}
+        self.manager = SimpleNamespace(primary_tier=self)
+
+    def touch(self, keys: list[Any], context: ReqContext) -> None:
+        assert context is self.context
+        touched = [n for n in self.chunks if n < CHUNKS and self.keys[n] in keys]
+        self.chunks = [n for n in self.chunks if n not in touched] + touched
 
     def get_num_new_matched_tokens(
         self, request: Any, computed: int, max_num_new_tokens: int | None = None
@@ -126,7 +139,7 @@ class RamTier:
                     break
                 later = True
                 if answer is LookupResult.HIT:
-                    self.chunks.add(number)
+                    self.chunks = [*self.chunks, number][-self.room :]
             found += CHUNK
         return (None, False) if later else (found, found > 0)
 
@@ -154,11 +167,11 @@ def test_as_much_is_brought_up_as_is_wanted(
     assert planner.asked == [(0, 0, 0, LONG.num_tokens)]
     made._tier.allowances.settled("one")
     store_everything(ram)
-    ram.chunks = set(in_ram)
+    ram.chunks = list(in_ram)
     on_disk = [number for number in range(CHUNKS) if number not in in_ram]
     found = made.get_num_new_matched_tokens(LONG, 0)[0]
     assert planner.asked[1:] == [(*(CHUNK * count for count in asked), 5)]
-    assert ram.chunks == in_ram | set(on_disk[: wanted // CHUNK])
+    assert set(ram.chunks) == in_ram | set(on_disk[: wanted // CHUNK])
     prefix = next(number for number in range(CHUNKS + 1) if number not in ram.chunks)
     assert found == (None if wanted else prefix * CHUNK)
     assert made.get_num_new_matched_tokens(LONG, 0) == (prefix * CHUNK, prefix > 0)
@@ -180,13 +193,26 @@ def test_a_request_that_vllm_does_not_look_up_keeps_its_chance(tmp_path: Path) -
     made._tier.shutdown()
 
 
+def test_what_is_brought_up_does_not_take_the_place_of_the_rest_of_its_prompt(
+    tmp_path: Path,
+) -> None:
+    """A RAM tier is always full, and what is left of a prompt is the oldest in it."""
+    made, ram = tiering_connector(Planner(CHUNKS * CHUNK), tmp_path)
+    store_everything(ram)
+    ram.chunks, ram.room = [0, 1, 2, 3, 4, 5, 100, 101, 102], 9
+    assert made.get_num_new_matched_tokens(LONG, 0) == (None, False)
+    assert made.get_num_new_matched_tokens(LONG, 0) == (CHUNKS * CHUNK, True)
+    assert 100 not in ram.chunks
+    made._tier.shutdown()
+
+
 def test_what_both_tiers_give_is_not_computed(tmp_path: Path) -> None:
     """The planner's books, from the first question to the last block."""
     planner = LoadPlanner("auto", token_bytes=1.0, queue_limit_s=1e6)
     planner.measured_loads(1e9, time.monotonic())
     made, ram = tiering_connector(planner, tmp_path)
     store_everything(ram)
-    ram.chunks = {0, 1, 7}
+    ram.chunks = [0, 1, 7]
     for alone in (True, False):
         planner.arrived("one", LONG.num_tokens)
         assert made.get_num_new_matched_tokens(LONG, 0)[0] == (None if alone else CHUNKS * CHUNK)
