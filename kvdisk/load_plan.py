@@ -95,7 +95,6 @@ class _Request:
     to_compute: float
     to_load: float = 0.0
     promised: float = 0.0  # of ``to_load``: not yet begun
-    missing: float = 0.0  # what the GPU lacked of it, when it was asked for last
     asked: bool = False  # the engine has asked for it or begun with it: it is no longer behind
 
 
@@ -140,25 +139,20 @@ class LoadPlanner:
         self._work.add(self._requests[request_id])
 
     def load_began(self, request_id: str, tokens: int) -> None:
-        """So many tokens of a request are being loaded: they need not be computed."""
+        """So many tokens of a request are being loaded, promised or not."""
         request = self._requests.get(request_id)
         if request is not None:
             kept = min(request.promised, tokens)
-            more = tokens - kept
             request.promised -= kept
-            left = max(0.0, request.to_compute - more)
-            self._set(request_id, request.to_load + more, left)
+            self._set(request_id, request.to_load + tokens - kept, request.to_compute)
 
-    def settled(self, request_id: str, found_tokens: int, left_tokens: int | None = None) -> None:
-        """The engine goes on with a request, of which so many tokens need not be computed.
-
-        ``left_tokens``: what it still has to compute, where that is known.
+    def settled(self, request_id: str, left_tokens: int) -> None:
+        """The engine goes on with a request and still has to compute so many tokens of it, beside
+        what is being loaded. What was promised and has not begun is among them.
         """
         request = self._requests.get(request_id)
         if request is not None:
-            known = request.missing - found_tokens if left_tokens is None else left_tokens
-            request.missing = max(0.0, known)
-            self._set(request_id, request.to_load - request.promised, request.missing)
+            self._set(request_id, request.to_load - request.promised, left_tokens)
             request.promised = 0.0
 
     def load_ended(self, request_id: str) -> None:
@@ -179,7 +173,6 @@ class LoadPlanner:
             if request is not None and request.to_compute:
                 computed = min(count, int(request.to_compute))
                 of_prompts += computed
-                request.missing = max(0.0, request.missing - computed)
                 self._set(request_id, request.to_load, request.to_compute - computed)
         self._steps.began(of_prompts, now_s)
 
@@ -212,23 +205,19 @@ class LoadPlanner:
         rest_tokens: int,
         now_s: float,
         *,
-        above_tokens: int = 0,
         free_tokens: int = 0,
     ) -> int:
         """How many of ``hit_tokens`` to load; ``rest_tokens`` are computed in any case.
 
-        ``above_tokens`` need neither, as a faster tier has them; ``free_tokens``, behind the hit,
-        only if all of the hit is loaded.
+        ``free_tokens``, behind the hit, need neither if all of the hit is loaded.
         """
         request = self._requests.get(request_id)
         if request is None or self._mode == "off":
             return hit_tokens
-        request.missing = float(above_tokens + hit_tokens + free_tokens + rest_tokens)
-        request.promised = 0.0
         others = self._work_of_others(request_id)
         wanted = self._wanted(others, hit_tokens, free_tokens, now_s)
-        saved = above_tokens + wanted + (free_tokens if wanted == hit_tokens else 0)
-        self._set(request_id, wanted, max(0.0, request.missing - saved))
+        lost = 0 if wanted == hit_tokens else hit_tokens - wanted + free_tokens
+        self._set(request_id, wanted, rest_tokens + lost)
         request.promised = float(wanted)
         return wanted
 

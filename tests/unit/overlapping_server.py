@@ -105,9 +105,9 @@ class OverlappingServer:
         rest = prompt.left - prompt.hit
         wanted = self.planner.tokens_to_load(prompt.name, prompt.hit, rest, self.now)
         self.planner.load_began(prompt.name, wanted)
-        self.planner.settled(prompt.name, wanted)
         prompt.wanted, prompt.state = wanted, "asked" if wanted else "running"
         prompt.left -= wanted
+        self.planner.settled(prompt.name, prompt.left)
         return True
 
     def _begin_load(self, prompt: _Prompt) -> None:

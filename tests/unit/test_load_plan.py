@@ -83,7 +83,7 @@ class _Server:
             prompt.loaded_at = self.disk_free
             self.planner.load_began(prompt.name, wanted)
         else:
-            self.planner.settled(prompt.name, 0)
+            self.planner.settled(prompt.name, int(prompt.left))
 
 
 def _warm(mode: str, disk: float) -> _Server:
@@ -212,11 +212,11 @@ def test_what_was_promised_and_not_there_is_computed() -> None:
         planner.arrived(name, 800)
     assert planner.tokens_to_load("a", 800, 0, 0.0) == 800
     planner.load_began("a", 100)
-    planner.settled("a", 100)
+    planner.settled("a", 700)
     assert planner.tokens_to_load("b", 800, 0, 0.0) == 800
     planner.load_ended("b")
     assert planner.tokens_to_load("c", 800, 0, 0.0) == 800
-    planner.settled("c", 0)
+    planner.settled("c", 800)
     assert planner.tokens_to_load("d", 800, 0, 0.0) == 800
 
 
@@ -370,7 +370,7 @@ def test_what_a_step_computes_is_done_also_when_a_request_goes_on_later() -> Non
     planner = _planner()
     planner.arrived("session", 5000)
     assert planner.tokens_to_load("session", 0, 5000, 1.0) == 0
-    planner.settled("session", 0)
+    planner.settled("session", 5000)
     assert _asked_behind(planner) == 500
     planner.step_began({"session": 5000}, 1.0)
     planner.step_ended(1.0)
@@ -378,14 +378,25 @@ def test_what_a_step_computes_is_done_also_when_a_request_goes_on_later() -> Non
     assert _asked_behind(planner) == 0
 
 
+def test_a_load_that_nobody_waits_for_saves_nothing() -> None:
+    """Below a RAM tier, where a part of what a request needs found no room."""
+    planner = _planner()
+    planner.arrived("settled", 5000)
+    assert planner.tokens_to_load("settled", 0, 5000, 1.0) == 0
+    planner.settled("settled", 5000)
+    planner.load_began("settled", 1000)
+    planner.load_ended("settled")
+    assert _asked_behind(planner) == 500
+
+
 def test_what_did_not_load_is_to_be_computed_after_all() -> None:
     planner = _planner(rate=100_000.0)
     planner.arrived("failing", 5000)
     assert planner.tokens_to_load("failing", 4900, 100, 1.0) == 4900
     planner.load_began("failing", 4900)
-    planner.settled("failing", 4900)
+    planner.settled("failing", 100)
     planner.load_ended("failing")
-    planner.settled("failing", 0, left_tokens=4000)
+    planner.settled("failing", 4000)
     planner.measured_loads(1000.0, 1.0)
     assert _asked_behind(planner) == 400
 

@@ -26,6 +26,7 @@ class PartialLoads:
     planner: LoadPlanner | None = None
     _load_rate: Callable[[], float | None]
     _load_rate_seen: float | None = None
+    _on_gpu: int = 0  # tokens that the GPU has already of the request asked for last
 
     def plan_loads(
         self, config: TierConfig, token_bytes: float, load_rate: Callable[[], float | None]
@@ -58,15 +59,25 @@ class PartialLoads:
 
     def settled(self, request: Any, found_tokens: int) -> None:
         """As ``update_state_after_alloc`` says it: first what is found, then what came of it."""
-        done = request.num_computed_tokens
-        left = request.num_tokens - done if done else None
-        self.ask_planner(lambda it: it.settled(request.request_id, found_tokens, left), None)
+        done = request.num_computed_tokens or self._on_gpu + found_tokens
+        left = max(0, request.num_tokens - done)
+        self.ask_planner(lambda it: it.settled(request.request_id, left), None)
 
     # --- what happens, as vLLM says it
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)  # type: ignore[misc]
         self.ask_planner(lambda it: it.arrived(request.request_id, request.num_tokens), None)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """If vLLM goes on with the request, then right after this, and from these tokens on."""
+        self._on_gpu = num_computed_tokens
+        answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(  # type: ignore[misc]
+            request, num_computed_tokens
+        )
+        return answer
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         tokens, now_s = scheduler_output.num_scheduled_tokens, time.monotonic()

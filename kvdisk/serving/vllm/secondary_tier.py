@@ -133,12 +133,7 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
         now_s = time.monotonic()
         wanted = self.ask_planner(
             lambda it: it.tokens_to_load(
-                request.request_id,
-                parts.hit,
-                parts.rest,
-                now_s,
-                above_tokens=parts.above,
-                free_tokens=parts.free,
+                request.request_id, parts.hit, parts.rest, now_s, free_tokens=parts.free
             ),
             parts.hit,
         )
@@ -203,16 +198,15 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         self.partial_loads: PartialLoads | None = None  # who is told of loads, if anyone
         groups = offloading_spec.config.groups
         cache = offloading_spec.config.cache
-        block_tokens = groups[0].tokens_per_block if groups else cache.tokens_per_hash
+        block_tokens = [group.tokens_per_block for group in groups] or [cache.tokens_per_hash]
+        chunk_tokens = [int(tokens * cache.blocks_per_chunk) for tokens in block_tokens]
         self.allowances = Allowances(
-            int(block_tokens * cache.blocks_per_chunk),
-            max(1, len(groups)),
+            min(chunk_tokens),  # as far apart as chunks end, whichever group's they are
+            len(chunk_tokens),
             share_rows,
             whole=config.partial_loads == "off",
         )
-        self.token_bytes = (
-            self.block_size_bytes * max(1, len(groups)) / self.allowances.chunk_tokens
-        )
+        self.token_bytes = sum(self.block_size_bytes / tokens for tokens in chunk_tokens)
 
     def load_rate(self) -> float | None:
         """Bytes a second that the disk gives; None: not yet known."""

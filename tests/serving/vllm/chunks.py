@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +25,15 @@ def broken(*_: object, **__: object) -> Any:
     raise KeyError("planted")
 
 
-def secondary_tier(directory: Path, rows: npt.NDArray[np.uint8]) -> KVDiskTier:
+def secondary_tier(
+    directory: Path, rows: npt.NDArray[np.uint8], group_tokens: Sequence[int] = (TOKENS,)
+) -> KVDiskTier:
     """Below a RAM tier of these rows, with all that vLLM tells a secondary tier."""
     config = SimpleNamespace(
-        groups=(SimpleNamespace(tokens_per_block=TOKENS, layer_names=("layer",)),),
+        groups=tuple(
+            SimpleNamespace(tokens_per_block=tokens, layer_names=("layer",))
+            for tokens in group_tokens
+        ),
         kv_cache_layout="LBHNC",
         cache=SimpleNamespace(tokens_per_hash=TOKENS, blocks_per_chunk=1),
         model=SimpleNamespace(name="model", dtype="float32"),

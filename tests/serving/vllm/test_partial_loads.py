@@ -61,10 +61,9 @@ class Planner(LoadPlanner):
         rest: int,
         now_s: float,
         *,
-        above_tokens: int = 0,
         free_tokens: int = 0,
     ) -> int:
-        self.asked.append((hit, above_tokens, free_tokens, rest))
+        self.asked.append((hit, free_tokens, rest))
         return self.wanted
 
 
@@ -148,14 +147,8 @@ CHUNKS = 8
 
 
 @pytest.mark.parametrize(
-    ("in_ram", "asked"),  # of the disk alone, of RAM before the end of that, and behind it
-    [
-        (set(), (8, 0, 0)),
-        ({6, 7}, (6, 0, 2)),
-        ({0, 1}, (6, 2, 0)),
-        ({0, 3, 5}, (5, 3, 0)),
-        ({1, 7}, (6, 1, 1)),
-    ],
+    ("in_ram", "asked"),  # of the disk alone, and of RAM behind the end of that
+    [(set(), (8, 0)), ({6, 7}, (6, 2)), ({0, 1}, (6, 0)), ({0, 3, 5}, (5, 0)), ({1, 7}, (6, 1))],
 )
 @pytest.mark.parametrize("wanted", [0, CHUNK, 3 * CHUNK, CHUNKS * CHUNK])
 def test_as_much_is_brought_up_as_is_wanted(
@@ -164,7 +157,7 @@ def test_as_much_is_brought_up_as_is_wanted(
     planner = Planner(wanted)
     made, ram = tiering_connector(planner, tmp_path)
     assert made.get_num_new_matched_tokens(LONG, 0) == (0, False)
-    assert planner.asked == [(0, 0, 0, LONG.num_tokens)]
+    assert planner.asked == [(0, 0, LONG.num_tokens)]
     made._tier.allowances.settled("one")
     store_everything(ram)
     ram.chunks = list(in_ram)
@@ -222,9 +215,7 @@ def test_what_both_tiers_give_is_not_computed(tmp_path: Path) -> None:
             planner.load_ended("one")
             assert made.get_num_new_matched_tokens(LONG, 0)[0] == CHUNKS * CHUNK
         made._tier.allowances.settled("one")
-        planner.settled("one", CHUNKS * CHUNK)
-        assert (planner._work.to_load, planner._work.to_compute) == (0, 5)
-        planner.settled("one", 0, left_tokens=5)
+        planner.settled("one", 5)
         planner.step_began({"one": 5}, 0.0)
         assert (planner._work.to_load, planner._work.to_compute) == (0, 0)
         planner.gone("one")
@@ -255,6 +246,10 @@ class Base:
 
     def __init__(self) -> None:
         self.called: list[str] = []
+
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
+        self.called.append("get_num_new_matched_tokens")
+        return HIT, True
 
     def on_new_request(self, request: Any) -> None:
         self.called.append("on_new_request")
@@ -294,6 +289,7 @@ def test_each_of_vllms_calls_reaches_vllm_too(works: bool, monkeypatch: pytest.M
         for name in ("arrived", "step_began", "step_ended", "gone"):
             monkeypatch.setattr(planner, name, broken)
     made.on_new_request(REQUEST)
+    assert made.get_num_new_matched_tokens(REQUEST, CHUNK) == (HIT, True)
     assert made.build_connector_meta(SimpleNamespace(num_scheduled_tokens={})) == "meta"
     for _ in range(2):
         made.update_connector_output(SimpleNamespace(finished_recving={"one"}))
@@ -301,6 +297,7 @@ def test_each_of_vllms_calls_reaches_vllm_too(works: bool, monkeypatch: pytest.M
     assert made.request_finished(REQUEST, []) == (False, None)
     assert made.called == [
         "on_new_request",
+        "get_num_new_matched_tokens",
         "build_connector_meta",
         *["update_connector_output"] * 2,
         "take_events",
@@ -309,3 +306,15 @@ def test_each_of_vllms_calls_reaches_vllm_too(works: bool, monkeypatch: pytest.M
     if works:  # the rate has come through: as much as the disk gives until half the deadline
         planner.arrived("two", TOKENS)
         assert planner.tokens_to_load("two", HIT, 0, time.monotonic()) == 1000
+
+
+def test_what_is_left_to_compute_follows_from_what_the_gpu_has_when_a_request_goes_on() -> None:
+    """It may have computed the same prefix for another request since this one was looked at."""
+    made = Told()
+    left: list[int] = []
+    made.planner = SimpleNamespace(settled=lambda _, tokens: left.append(tokens))  # type: ignore[assignment]
+    for on_gpu, done in ((0, 0), (CHUNK, 0), (CHUNK, 2 * CHUNK)):
+        request = SimpleNamespace(request_id="one", num_tokens=TOKENS, num_computed_tokens=done)
+        made.get_num_new_matched_tokens(request, on_gpu)
+        made.settled(request, 3 * CHUNK)
+    assert left == [TOKENS - 3 * CHUNK, TOKENS - 4 * CHUNK, TOKENS - 2 * CHUNK]

@@ -214,6 +214,23 @@ def test_a_request_gets_no_more_from_the_disk_than_it_is_allowed(rig: Rig) -> No
     assert rig.hits(*range(6), request=asking) == [True] * 6
 
 
+@pytest.mark.parametrize("group_tokens", [(TOKENS, 2 * TOKENS), (2 * TOKENS, TOKENS)])
+def test_groups_with_chunks_of_two_sizes_have_all_of_a_hit(
+    tmp_path: Path, group_tokens: tuple[int, int]
+) -> None:
+    """Counted in the larger chunks, half of a prefix was allowed where all of it was wanted."""
+    tier = secondary_tier(tmp_path, np.zeros((64, ROW_BYTES), np.uint8), group_tokens)
+    with tier.allowances.looking("asking") as look:
+        for end in range(TOKENS, 7 * TOKENS, TOKENS):
+            look.told(end, True)
+    parts = look.parts(0, 6 * TOKENS, tier.allowances.room_tokens)
+    assert parts.hit == 6 * TOKENS
+    tier.allowances.allow("asking", look, parts.hit)
+    assert tier.allowances.may_have("asking", 6 * TOKENS)
+    assert tier.token_bytes * 2 * TOKENS == 3 * ROW_BYTES
+    tier.shutdown()
+
+
 def test_looking_brings_nothing_up_and_tells_what_is_on_the_disk(rig: Rig) -> None:
     rig.store(0, 1, 4)
     rig.finished()
