@@ -68,6 +68,8 @@ def test_every_request_is_served_and_nothing_is_left_over(tmp_path: Path, settin
             if engine.idle:
                 break
         assert engine.idle, f"{engine.requests} after {STEPS_MAX} steps"
-        assert MOVES.loaded
-        assert engine.tier._tier.stats().counters.blocks_loaded
+        assert MOVES.stored
+        if setting.mode == "off":  # else the planner may find that nothing is worth a load
+            assert MOVES.loaded
+            assert engine.tier._tier.stats().counters.blocks_loaded
         assert engine.leftovers() == {}
