@@ -103,7 +103,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--settle", type=float, default=3.0, help="seconds between warm-up and question"
     )
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--block-tokens", type=int, default=16)
+    parser.add_argument("--block-tokens", type=int, help="of a block; default 16, on a CPU 32")
     parser.add_argument("--attention", help="vLLM's attention backend")
     parser.add_argument("--memory", type=float, default=0.21, help="share of the device per engine")
     parser.add_argument("--at-once", type=int, default=4, help="engines that stand side by side")
@@ -116,6 +116,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, help="where the engines' logs go")
     parser.add_argument("--output")
     options = parser.parse_args(arguments)
+    options.block_tokens = options.block_tokens or (32 if options.cpu else 16)
     options.modes = options.modes.split(",")
     options.documents = [int(count) for count in options.documents.split(",")]
     options.roots = dict(each.split("=", 1) for each in options.root)
@@ -248,7 +249,9 @@ class Engine:
         if options.logs:
             options.logs.mkdir(parents=True, exist_ok=True)
             name = mode.replace(":", "-").replace("@", "-")
-            log = os.open(options.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            log = os.open(
+                options.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644
+            )
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "vllm_engine.py"), json.dumps(told)],
             stdin=subprocess.PIPE,
@@ -264,7 +267,7 @@ class Engine:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"the engine of mode {self.mode} ended: see --logs")
+            raise SystemExit(f"the engine of mode {self.mode} ended: name a directory with --logs")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -168,15 +168,19 @@ class TierScheduler:
         self._counters.looked_up(len(readable), int(np.count_nonzero(readable)))
         return readable
 
-    def contains(self, keys: Sequence[bytes]) -> bool:
-        """Whether all of a few ``keys`` could be loaded now. Cheaper than ``lookup`` for one."""
+    def contains(self, keys: Sequence[bytes], *, counted: bool = True) -> bool:
+        """Whether all of a few ``keys`` could be loaded now. Cheaper than ``lookup`` for one.
+
+        ``counted``: among the keys looked up and the hits found.
+        """
         if self._all_load:
             found = True
             for key in keys:  # called for each key of every request: a generator would cost more
                 found = found and stored_key(key) in self._allocator
         else:
             found = bool(self._readable(_encode(keys)).all())
-        self._counters.looked_up(len(keys), len(keys) if found else 0)
+        if counted:
+            self._counters.looked_up(len(keys), len(keys) if found else 0)
         self._suspect()
         return found
 

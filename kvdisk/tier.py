@@ -117,9 +117,12 @@ class DiskTier:
         """Which of ``keys`` could be loaded now, one by one."""
         return self._scheduler.readable(keys)
 
-    def contains(self, keys: Sequence[bytes]) -> bool:
-        """Whether all of a few ``keys`` could be loaded now. Cheaper than ``lookup`` for one."""
-        return self._scheduler.contains(keys)
+    def contains(self, keys: Sequence[bytes], *, counted: bool = True) -> bool:
+        """Whether all of a few ``keys`` could be loaded now. Cheaper than ``lookup`` for one.
+
+        ``counted``: in ``stats``, among the keys looked up and the hits found.
+        """
+        return self._scheduler.contains(keys, counted=counted)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """``keys``, the head of the prefix first, are used again, as far as they are here."""

@@ -219,11 +219,12 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
     @failsafe(lambda self, key, req_context: _MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         end_token = req_context.get_offload_key_position(key) or 0
-        allowances = self.allowances
-        found = allowances.may_have(req_context.req_id, end_token) and self._tier.contains([key])
-        if allowances.look is None:
-            return _HIT if found else _MISS
-        allowances.look.told(end_token, found)
+        may_have = self.allowances.may_have(req_context.req_id, end_token)
+        look = self.allowances.look
+        if look is None:
+            return _HIT if may_have and self._tier.contains([key]) else _MISS
+        found = may_have and self._tier.contains([key], counted=False)
+        look.told(end_token, found)
         return _LATER if found else _MISS
 
     @failsafe(lambda self, job_metadata: self._fail(job_metadata))

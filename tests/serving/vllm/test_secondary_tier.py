@@ -241,6 +241,7 @@ def test_looking_brings_nothing_up_and_tells_what_is_on_the_disk(rig: Rig) -> No
     assert answers == [retry, retry, miss, retry, retry]
     assert look.on_disk == {TOKENS, 2 * TOKENS, 5 * TOKENS}
     assert look.missing_end == 3 * TOKENS
+    assert rig.tier._tier.stats().counters.keys_looked_up == 0, "it will be looked up again"
     assert rig.hits(0, request=asking) == [True]
 
 
