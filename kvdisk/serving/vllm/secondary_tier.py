@@ -139,7 +139,7 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
         )
         allowances.allow(request.request_id, look, wanted)
         if found is None:
-            self._keep_in_ram(request.request_id)
+            self.ask_planner(lambda it: self._keep_in_ram(request.request_id), None)
             answer = find()
         return answer
 
