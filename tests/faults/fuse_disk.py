@@ -33,6 +33,8 @@ import pytest
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 FUSE: Final = Path("/dev/fuse")
+MNT_DETACH: Final = 2
+PR_SET_PDEATHSIG: Final = 1
 
 MAX_WRITE: Final = 1 << 20
 THREADS: Final = 64
@@ -377,6 +379,14 @@ def main(backing: Path, mount: Path, faults: Path) -> None:
     names = [os.fsencode(name) for name in ("kvdisk-test", str(mount), "fuse")]
     if libc.mount(*names, ctypes.c_ulong(0), options.encode()):
         raise OSError(ctypes.get_errno(), "mount")
+
+    def leave(*_: object) -> None:
+        libc.umount2(os.fsencode(mount), MNT_DETACH)
+        os._exit(0)
+
+    # A test that is killed cleans nothing up, and what is still mounted hangs whoever looks at it.
+    signal.signal(signal.SIGTERM, leave)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     server = Server(backing, device, Faults(faults))
     print("mounted", flush=True)
     server.serve()
