@@ -206,15 +206,19 @@ class LoadPlanner:
         now_s: float,
         *,
         free_tokens: int = 0,
+        room_tokens: float = math.inf,
     ) -> int:
         """How many of ``hit_tokens`` to load; ``rest_tokens`` are computed in any case.
 
-        ``free_tokens``, behind the hit, need neither if all of the hit is loaded.
+        ``free_tokens``, behind the hit, need neither if all of the hit is loaded. ``room_tokens``:
+        how many more the device's cache takes; what finds no room there is no work for the GPU.
         """
         request = self._requests.get(request_id)
         if request is None or self._mode == "off":
             return hit_tokens
         others = self._work_of_others(request_id)
+        taken = others.to_compute + hit_tokens + free_tokens + rest_tokens
+        others.behind = min(others.behind, max(0.0, room_tokens - taken))
         wanted = self._wanted(others, hit_tokens, free_tokens, now_s)
         lost = 0 if wanted == hit_tokens else hit_tokens - wanted + free_tokens
         self._set(request_id, wanted, rest_tokens + lost)

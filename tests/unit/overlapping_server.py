@@ -15,7 +15,7 @@ from kvdisk.load_plan import LoadPlanner
 TOKENS = 8192  # of a prompt, as far as the cache of the disk goes
 QUESTION = 32  # more, which are computed in any case
 STEP_TOKENS = 8192
-CACHE_PROMPTS = 8
+CACHE_TOKENS = 8 * TOKENS + 1024  # what the device's cache holds
 LAUNCH_S = 0.02
 TOKEN_BYTES = 131072.0
 
@@ -25,8 +25,9 @@ class _Prompt:
     name: str
     hit: int
     left: int = TOKENS + QUESTION
-    state: str = "waiting"  # asked, loading, running
+    state: str = "waiting"  # asked, loading, read, loaded, running
     wanted: int = 0
+    held: int = 0  # tokens of the device's cache
     seen_s: float = 0.0  # when its load is there for the engine to see
 
 
@@ -83,30 +84,41 @@ class OverlappingServer:
         self.now += LAUNCH_S if total else 0.001
         loaded = [p for p in prompts if p.state == "loading" and p.seen_s <= self.now]
         for prompt in loaded:
-            prompt.state = "loaded"
+            prompt.state = "read"
         read = self._read_at is not None and self._read_at <= self.now
         return _Step(output_s, total, loaded, read)
 
     def _schedule(self, prompts: list[_Prompt]) -> dict[str, int]:
+        """Who runs comes first; then the others in order, until one finds no room."""
         tokens: dict[str, int] = {}
-        held = sum(prompt.state != "waiting" for prompt in prompts)
         for prompt in sorted(prompts, key=lambda each: each.state != "running"):
             left = STEP_TOKENS - sum(tokens.values())
             if left == 0:
                 break
-            if prompt.state == "waiting" and held < CACHE_PROMPTS and self._ask(prompt):
-                held += 1
+            if prompt.state in ("waiting", "loaded") and not self._admit(prompt, prompts):
+                break
             if prompt.state == "running" and prompt.left:
                 tokens[prompt.name] = min(left, prompt.left)
                 prompt.left -= tokens[prompt.name]
+                prompt.held += tokens[prompt.name]
         return tokens
 
-    def _ask(self, prompt: _Prompt) -> bool:
+    def _admit(self, prompt: _Prompt, prompts: list[_Prompt]) -> bool:
+        """All of a prompt must find room beside what those that run still need."""
+        free = CACHE_TOKENS - sum(each.held for each in prompts)
+        if prompt.left > free - sum(each.left for each in prompts if each.state == "running"):
+            return False
+        if prompt.state == "loaded":
+            prompt.state = "running"
+            return True
         rest = prompt.left - prompt.hit
-        wanted = self.planner.tokens_to_load(prompt.name, prompt.hit, rest, self.now)
-        self.planner.load_began(prompt.name, wanted)
+        wanted = self.planner.tokens_to_load(
+            prompt.name, prompt.hit, rest, self.now, room_tokens=free
+        )
         prompt.wanted, prompt.state = wanted, "asked" if wanted else "running"
         prompt.left -= wanted
+        prompt.held += wanted
+        self.planner.load_began(prompt.name, wanted)
         self.planner.settled(prompt.name, prompt.left)
         return True
 
@@ -120,7 +132,7 @@ class OverlappingServer:
         self.now = max(self.now, step.output_s)
         self.planner.step_ended(self.now)
         for prompt in step.loaded:
-            prompt.state = "running"
+            prompt.state = "loaded"
             self.planner.load_ended(prompt.name)
         if step.disk_read:
             self.planner.measured_loads(self.disk * TOKEN_BYTES, self.now)

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvdisk.serving.vllm.connector import KVDiskConnector as KVDiskConnector
     from kvdisk.serving.vllm.secondary_tier import KVDiskTier as KVDiskTier
-    from kvdisk.serving.vllm.secondary_tier import KVDiskTieringConnector as KVDiskTieringConnector
+    from kvdisk.serving.vllm.tiering_connector import (
+        KVDiskTieringConnector as KVDiskTieringConnector,
+    )
 
 _HOMES = {
     "KVDiskConnector": "connector",
     "KVDiskTier": "secondary_tier",
-    "KVDiskTieringConnector": "secondary_tier",
+    "KVDiskTieringConnector": "tiering_connector",
 }
 
 __all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]

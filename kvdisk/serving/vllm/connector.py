@@ -196,7 +196,12 @@ class KVDiskConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
         if found is None:
             return None, False
         hit, rest = found, request.num_tokens - num_computed_tokens - found
-        wanted = self.ask_planner(lambda it: it.tokens_to_load(request_id, hit, rest, now_s), hit)
+        wanted = self.ask_planner(
+            lambda it: it.tokens_to_load(
+                request_id, hit, rest, now_s, room_tokens=self.room_tokens()
+            ),
+            hit,
+        )
         if wanted >= found:
             return found, is_async
         config = self.connector_scheduler.config

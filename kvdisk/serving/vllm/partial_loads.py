@@ -13,13 +13,14 @@ from vllm.logger import init_logger
 
 from kvdisk import TierConfig
 from kvdisk.load_plan import LoadPlanner
+from kvdisk.serving.vllm.waiting import KeepWaiting
 
 Answer = TypeVar("Answer")
 
 logger = init_logger("vllm.kvdisk")
 
 
-class PartialLoads:
+class PartialLoads(KeepWaiting):
     """For the scheduler's half of an offloading connector; the workers' has no planner."""
 
     connector_scheduler: Any
@@ -38,6 +39,8 @@ class PartialLoads:
             queue_limit_s=config.load_deadline_ns / 2e9,
         )
         self._load_rate = load_rate
+        if config.keep_waiting:
+            self.keep_waiting()
 
     def ask_planner(self, ask: Callable[[LoadPlanner], Answer], otherwise: Answer) -> Answer:
         """A bug in the planner must not end the engine: every hit is loaded whole from then on."""
@@ -66,23 +69,25 @@ class PartialLoads:
     # --- what happens, as vLLM says it
 
     def on_new_request(self, request: Any) -> None:
-        super().on_new_request(request)  # type: ignore[misc]
-        self.ask_planner(lambda it: it.arrived(request.request_id, request.num_tokens), None)
+        super().on_new_request(request)
+        self.ask_planner(
+            lambda it: it.arrived(
+                request.request_id, request.num_tokens - self.found_tokens(request)
+            ),
+            None,
+        )
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """If vLLM goes on with the request, then right after this, and from these tokens on."""
         self._on_gpu = num_computed_tokens
-        answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(  # type: ignore[misc]
-            request, num_computed_tokens
-        )
-        return answer
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         tokens, now_s = scheduler_output.num_scheduled_tokens, time.monotonic()
         self.ask_planner(lambda it: it.step_began(tokens, now_s), None)
-        return super().build_connector_meta(scheduler_output)  # type: ignore[misc]
+        return super().build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)  # type: ignore[misc]
@@ -106,8 +111,8 @@ class PartialLoads:
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
         self.ask_planner(lambda it: it.gone(request.request_id), None)
-        return super().request_finished(request, block_ids)  # type: ignore[misc]
+        return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         self.ask_planner(lambda it: it.gone(request.request_id), None)
-        return super().request_finished_all_groups(request, block_ids)  # type: ignore[misc]
+        return super().request_finished_all_groups(request, block_ids)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -23,7 +22,6 @@ import numpy.typing as npt
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     Locality,
@@ -38,7 +36,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvdisk import DiskTier, Identity, Layout, RowStatus, TierConfig
 from kvdisk.metrics import TierCounters
-from kvdisk.serving.vllm.allowances import Allowances, Parts
+from kvdisk.serving.vllm.allowances import Allowances
 from kvdisk.serving.vllm.events import ChunkEvents
 from kvdisk.serving.vllm.failsafe import Failsafe, failsafe
 from kvdisk.serving.vllm.identity import (
@@ -52,7 +50,6 @@ from kvdisk.serving.vllm.metrics import counters_since, metric_definitions
 from kvdisk.serving.vllm.partial_loads import PartialLoads
 from kvdisk.serving.vllm.spec import (
     keep_nothing_if,
-    require_flush_before_zeroing,
     share_of_replica,
 )
 from kvdisk.tier import opening_line
@@ -77,8 +74,8 @@ _STORE_WAIT: Final = "2s"  # well below the deadline: what begins late has the t
 
 logger = init_logger("vllm.kvdisk")
 
-# The engine's configuration, from the connector to the tier that is made a moment later.
-_engine_config: list[Any] = []
+# The engine's configuration, from our connector to the tier that it makes a moment later.
+engine_config: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -88,75 +85,6 @@ class _Job:
     of_vllm: TransferJob
     keys: list[OffloadKey]
     is_load: bool
-
-
-class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
-    """vLLM's offloading connector, which lets ``KVDiskTier`` know whose blocks it keeps.
-
-    It also says how much of a prefix is worth bringing back from the disk.
-    """
-
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        require_flush_before_zeroing(vllm_config, kv_cache_config)
-        _engine_config[:] = [vllm_config]
-        try:
-            super().__init__(vllm_config, role, kv_cache_config)
-        finally:
-            _engine_config.clear()
-        self._tier: KVDiskTier | None = None
-        if self.connector_scheduler is not None:
-            tiers = self.connector_scheduler.manager.secondary_tiers
-            self._tier = next((each for each in tiers if isinstance(each, KVDiskTier)), None)
-        if self._tier is not None:
-            self.plan_loads(self._tier.config, self._tier.token_bytes, self._tier.load_rate)
-            self._tier.partial_loads = self
-
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        """How much the disk gives is settled when a request is first asked for."""
-        find = partial(super().get_num_new_matched_tokens, request, num_computed_tokens)
-        answer: tuple[int | None, bool]
-        if self._tier is None or request.request_id in self._tier.allowances:
-            answer = find()
-            return answer
-        allowances = self._tier.allowances
-        with allowances.looking(request.request_id) as look:
-            answer = find()
-        found = answer[0]
-        if found is None and (not look.on_disk or allowances.must_wait(look)):
-            return None, False  # else nothing was looked up, or something is on its way up already
-        if found is None:
-            parts = look.parts(num_computed_tokens, request.num_tokens, allowances.room_tokens)
-        else:
-            parts = Parts(0, found, 0, request.num_tokens - num_computed_tokens - found)
-        now_s = time.monotonic()
-        wanted = self.ask_planner(
-            lambda it: it.tokens_to_load(
-                request.request_id, parts.hit, parts.rest, now_s, free_tokens=parts.free
-            ),
-            parts.hit,
-        )
-        allowances.allow(request.request_id, look, wanted)
-        if found is None:
-            self.ask_planner(lambda it: self._keep_in_ram(request.request_id), None)
-            answer = find()
-        return answer
-
-    def _keep_in_ram(self, request_id: str) -> None:
-        """Before more of a prompt is brought up: else that takes the place of what is there of it,
-        which is as old as what is not there any more.
-        """
-        half = self.connector_scheduler
-        status = half._req_status[request_id]
-        for group in status.group_states:
-            half.manager.primary_tier.touch(group.offload_keys, status.req_context)
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
-        if self._tier is not None:
-            self._tier.allowances.settled(request.request_id)  # preempted, it is looked at anew
-        self.settled(request, num_external_tokens)
 
 
 class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
@@ -195,6 +123,8 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         self._finished: list[JobResult] = []
         self._told = TierCounters(block_bytes=layout.block_bytes)
         self.config = config
+        self.rows = layout.block_count  # of the RAM tier
+        self.rows_moved = 0  # stored and brought up, since the start
         self.partial_loads: PartialLoads | None = None  # who is told of loads, if anyone
         groups = offloading_spec.config.groups
         cache = offloading_spec.config.cache
@@ -230,12 +160,14 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
     @failsafe(lambda self, job_metadata: self._fail(job_metadata))
     def submit_store(self, job_metadata: TransferJob) -> None:
         keys, rows = _head_first(job_metadata)
+        self.rows_moved += len(keys)
         transfer_id = self._tier.store(keys, rows)
         self._jobs[transfer_id] = _Job(job_metadata, keys, is_load=False)
 
     @failsafe(lambda self, job_metadata: self._fail(job_metadata))
     def submit_load(self, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
+        self.rows_moved += len(keys)
         transfer_id = self._tier.load(keys, np.asarray(job_metadata.chunk_ids))
         if self.partial_loads is not None:
             tokens = round(len(keys) * self.block_size_bytes / self.token_bytes)
@@ -382,8 +314,8 @@ def _settings(
         "world_size": config.parallel.world_size,
         "operator": identity,
     }
-    if _engine_config:
-        engine = _engine_config[0]
+    if engine_config:
+        engine = engine_config[0]
         weights, reason = resolve_weights(engine, weights)
         fields["backend"] = backend = expected_backend(engine)
         if backend is None and not identity:

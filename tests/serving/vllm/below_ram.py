@@ -52,8 +52,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvdisk.serving.vllm import identity, partial_loads, secondary_tier
-from kvdisk.serving.vllm.secondary_tier import KVDiskTier, KVDiskTieringConnector
+from kvdisk.serving.vllm import identity, partial_loads, secondary_tier, tiering_connector
+from kvdisk.serving.vllm.secondary_tier import KVDiskTier
+from kvdisk.serving.vllm.tiering_connector import KVDiskTieringConnector
 from kvdisk.testing import SimulatedDisk, simulated_config, simulated_tier
 
 BLOCK_TOKENS = 16
@@ -201,6 +202,7 @@ class Setting:
     prompt_chunks: int = 8
     seats: int = 8
     step_tokens: int = 128
+    keep_waiting: bool = True
 
     def __str__(self) -> str:
         return f"{self.kinds}-{self.blocks_per_chunk}-{self.ram_rows}-{self.mode}"
@@ -223,7 +225,7 @@ class Engine:
         self.chance = random.Random(setting.seed)
         self.clock = Clock()
         fake = SimpleNamespace(monotonic=self.clock.monotonic)
-        for module in (secondary_tier, partial_loads):
+        for module in (secondary_tier, tiering_connector, partial_loads):
             patch.setattr(module, "time", fake)
         patch.setattr(identity, "_device", lambda: "none")
         MOVES.__init__()  # type: ignore[misc]
@@ -320,6 +322,7 @@ class Engine:
                     "ring": "1MiB",
                     "weights": "none",
                     "partial_loads": setting.mode,
+                    "keep_waiting": setting.keep_waiting,
                 }
             ],
         }
@@ -423,6 +426,7 @@ class Engine:
         self.tier._tier.check()
         planner = self.ours.planner
         assert planner is not None, "it raised"
+        assert (self.ours.waiting is not None) is self.setting.keep_waiting
         for request in planner._requests.values():
             assert 0 <= request.promised <= request.to_load
             assert request.to_compute >= 0
@@ -457,6 +461,7 @@ class Engine:
             ],
             "specs": MOVES.keys_of,
             "planned": not planner.idle,
+            "waiting": self.ours.waiting and [*self.ours.waiting],
             "broken": tier.broken,
         }
         return {name: value for name, value in left.items() if value}

@@ -19,7 +19,8 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from kvdisk.load_plan import LoadPlanner
 from kvdisk.serving.vllm.connector import KVDiskConnector
 from kvdisk.serving.vllm.partial_loads import PartialLoads
-from kvdisk.serving.vllm.secondary_tier import KVDiskTier, KVDiskTieringConnector
+from kvdisk.serving.vllm.secondary_tier import KVDiskTier
+from kvdisk.serving.vllm.tiering_connector import KVDiskTieringConnector
 from tests.serving.vllm.chunks import broken, key, secondary_tier
 
 pytestmark = pytest.mark.quick
@@ -62,6 +63,7 @@ class Planner(LoadPlanner):
         now_s: float,
         *,
         free_tokens: int = 0,
+        room_tokens: float = 0,
     ) -> int:
         self.asked.append((hit, free_tokens, rest))
         return self.wanted
@@ -75,7 +77,7 @@ def connector(planner: LoadPlanner | None) -> Any:
     return made
 
 
-REQUEST = SimpleNamespace(request_id="one", num_tokens=TOKENS)
+REQUEST = SimpleNamespace(request_id="one", num_tokens=TOKENS, block_hashes=[b"first"])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,9 @@ class RamTier:
         for number in range(CHUNKS):
             self.context.set_offload_key_position(key(number), (1 + number) * CHUNK)
         groups = [SimpleNamespace(offload_keys=self.keys)]
-        self._req_status = {"one": SimpleNamespace(group_states=groups, req_context=self.context)}
+        status = SimpleNamespace(group_states=groups, req_context=self.context)
+        status.update_offload_keys = lambda: None
+        self._req_status = {"one": status}
         self.manager = SimpleNamespace(primary_tier=self)
 
     def touch(self, keys: list[Any], context: ReqContext) -> None:
@@ -279,7 +283,9 @@ def test_each_of_vllms_calls_reaches_vllm_too(works: bool, monkeypatch: pytest.M
     made = Told()
     rates = iter([None, 1000.0])
     made.plan_loads(
-        SimpleNamespace(partial_loads="on", load_deadline_ns=2 * 10**9),  # type: ignore[arg-type]
+        SimpleNamespace(  # type: ignore[arg-type]
+            partial_loads="on", load_deadline_ns=2 * 10**9, keep_waiting=True
+        ),
         1.0,
         lambda: next(rates),
     )
