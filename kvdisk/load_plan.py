@@ -92,6 +92,7 @@ class PrefillMeter:
 class _Request:
     """What is still to be done for a request, in tokens."""
 
+    tokens: float  # that it has, as far as is known
     to_compute: float
     to_load: float = 0.0
     promised: float = 0.0  # of ``to_load``: not yet begun
@@ -104,7 +105,7 @@ class _Work:
 
     to_load: float = 0.0
     to_compute: float = 0.0
-    behind: float = 0.0  # of those not asked for, as if no cache had anything of them
+    behind: float = 0.0  # of those not asked for, as if the disk had nothing of them
 
     def add(self, request: _Request, sign: int = 1) -> None:
         if not request.asked:
@@ -135,8 +136,16 @@ class LoadPlanner:
     def arrived(self, request_id: str, tokens: int) -> None:
         """A request waits, of ``tokens`` tokens as far as is known."""
         self.gone(request_id)
-        self._requests[request_id] = _Request(float(tokens))
+        self._requests[request_id] = _Request(float(tokens), to_compute=float(tokens))
         self._work.add(self._requests[request_id])
+
+    def found(self, request_id: str, tokens: int) -> None:
+        """The engine's own caches have so many tokens of a request that still waits."""
+        request = self._requests.get(request_id)
+        if request is not None and not request.asked:
+            self._work.add(request, -1)
+            request.to_compute = max(0.0, request.tokens - tokens)
+            self._work.add(request)
 
     def load_began(self, request_id: str, tokens: int) -> None:
         """So many tokens of a request are being loaded, promised or not."""

@@ -104,9 +104,10 @@ class OverlappingServer:
         return tokens
 
     def _admit(self, prompt: _Prompt, prompts: list[_Prompt]) -> bool:
-        """All of a prompt must find room beside what those that run still need."""
+        """All of a prompt must find room beside what those that have begun still need."""
         free = CACHE_TOKENS - sum(each.held for each in prompts)
-        if prompt.left > free - sum(each.left for each in prompts if each.state == "running"):
+        others = [each for each in prompts if each is not prompt and each.state != "waiting"]
+        if prompt.left > free - sum(each.left for each in others):
             return False
         if prompt.state == "loaded":
             prompt.state = "running"

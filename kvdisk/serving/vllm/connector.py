@@ -8,7 +8,6 @@ asserts that no load ever fails.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,17 +190,11 @@ class KVDiskConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
     ) -> tuple[int | None, bool]:
         """As much of what vLLM's own finds as is worth loading now."""
         assert self.connector_scheduler is not None
-        request_id, now_s = request.request_id, time.monotonic()
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if found is None:
             return None, False
-        hit, rest = found, request.num_tokens - num_computed_tokens - found
-        wanted = self.ask_planner(
-            lambda it: it.tokens_to_load(
-                request_id, hit, rest, now_s, room_tokens=self.room_tokens()
-            ),
-            hit,
-        )
+        rest = request.num_tokens - num_computed_tokens - found
+        wanted = self.worth_loading(request.request_id, found, rest)
         if wanted >= found:
             return found, is_async
         config = self.connector_scheduler.config

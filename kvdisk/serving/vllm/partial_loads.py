@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from itertools import islice
+from typing import Any, Final, TypeVar
 
 from vllm.logger import init_logger
 
@@ -16,6 +17,8 @@ from kvdisk.load_plan import LoadPlanner
 from kvdisk.serving.vllm.waiting import KeepWaiting
 
 Answer = TypeVar("Answer")
+
+_LOOK_AHEAD: Final = 8  # requests whose blocks may have been evicted since they came
 
 logger = init_logger("vllm.kvdisk")
 
@@ -52,6 +55,25 @@ class PartialLoads(KeepWaiting):
                 logger.exception("kvdisk: this is a bug, please report it; hits are loaded whole.")
         return otherwise
 
+    def worth_loading(
+        self, request_id: str, hit_tokens: int, rest_tokens: int, *, free_tokens: int = 0
+    ) -> int:
+        """As ``LoadPlanner.tokens_to_load`` says it."""
+
+        def ask(planner: LoadPlanner) -> int:
+            for waiting in islice(self.waiting or (), _LOOK_AHEAD):
+                planner.found(waiting, self.found_tokens(waiting))
+            return planner.tokens_to_load(
+                request_id,
+                hit_tokens,
+                rest_tokens,
+                time.monotonic(),
+                free_tokens=free_tokens,
+                room_tokens=self.room_tokens(),
+            )
+
+        return self.ask_planner(ask, hit_tokens)
+
     # --- what happens, as our own halves know it
 
     def load_began(self, request_id: str, tokens: int) -> None:
@@ -70,12 +92,9 @@ class PartialLoads(KeepWaiting):
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
-        self.ask_planner(
-            lambda it: it.arrived(
-                request.request_id, request.num_tokens - self.found_tokens(request)
-            ),
-            None,
-        )
+        request_id = request.request_id
+        self.ask_planner(lambda it: it.arrived(request_id, request.num_tokens), None)
+        self.ask_planner(lambda it: it.found(request_id, self.found_tokens(request_id)), None)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int

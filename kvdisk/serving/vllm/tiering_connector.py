@@ -6,7 +6,6 @@ which rows of the RAM tier are still wanted.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from functools import partial
 from itertools import chain
@@ -19,7 +18,7 @@ from kvdisk.serving.vllm.allowances import Parts
 from kvdisk.serving.vllm.partial_loads import PartialLoads
 from kvdisk.serving.vllm.secondary_tier import KVDiskTier, engine_config
 from kvdisk.serving.vllm.spec import require_flush_before_zeroing
-from kvdisk.serving.vllm.waiting import Waiting
+from kvdisk.serving.vllm.waiting import Waiting, count_first
 
 _KEPT_BEHIND: Final = 16  # this share of the RAM tier may come before what waits is touched again
 _TOUCHED_MAX: Final = 16384  # rows at a time, some milliseconds
@@ -63,17 +62,8 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
             parts = look.parts(num_computed_tokens, request.num_tokens, allowances.room_tokens)
         else:
             parts = Parts(0, found, 0, request.num_tokens - num_computed_tokens - found)
-        now_s = time.monotonic()
-        wanted = self.ask_planner(
-            lambda it: it.tokens_to_load(
-                request.request_id,
-                parts.hit,
-                parts.rest,
-                now_s,
-                free_tokens=parts.free,
-                room_tokens=self.room_tokens(),
-            ),
-            parts.hit,
+        wanted = self.worth_loading(
+            request.request_id, parts.hit, parts.rest, free_tokens=parts.free
         )
         allowances.allow(request.request_id, look, wanted)
         self._ask_waiting(self._keep_in_ram)
@@ -84,19 +74,19 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
             answer = find()
         return answer
 
-    def found_tokens(self, request: Any) -> int:
+    def found_tokens(self, request_id: str) -> int:
         """Also in the RAM tier, right behind what the device has."""
-        on_device = super().found_tokens(request)
+        on_device = super().found_tokens(request_id)
         half = self.connector_scheduler
-        status = half._req_status[request.request_id]
+        status = half._req_status[request_id]
         status.update_offload_keys()
         chunk_tokens: int = half.config.kv_group_configs[0].tokens_per_chunk
-        keys = status.group_states[0].offload_keys
-        found = on_device // chunk_tokens
+        keys = status.group_states[0].offload_keys[on_device // chunk_tokens :]
         ram, context = half.manager.primary_tier, status.req_context
-        while found < len(keys) and ram.lookup(keys[found], context) is LookupResult.HIT:
-            found += 1
-        return max(on_device, found * chunk_tokens)
+        in_ram = count_first(
+            len(keys), lambda i: ram.lookup(keys[i], context) is not LookupResult.MISS
+        )
+        return max(on_device, (on_device // chunk_tokens + in_ram) * chunk_tokens)
 
     def _keep_in_ram(self, waiting: Waiting) -> None:
         """What waits counts as used last there, the first of it as the very last; but what the

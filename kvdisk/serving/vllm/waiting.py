@@ -10,6 +10,7 @@ own order of eviction; nothing is pinned, and no request finds less room than be
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -55,6 +56,9 @@ class Waiting:
         """Whose turn it is that wants a block, in the order of coming; None: nobody wants it."""
         return self._turn.get(block_hash)
 
+    def hashes(self, request_id: str) -> Sequence[bytes]:
+        return self._hashes.get(request_id, ())
+
     def on_device(self, request_id: str) -> int:
         """How many of its first tokens the device's cache had when it came."""
         return self._on_device.get(request_id, 0)
@@ -64,6 +68,11 @@ class Waiting:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._hashes)
+
+
+def count_first(count: int, there: Callable[[int], object]) -> int:
+    """How many of the first of ``count`` are there, when none is behind one that is not."""
+    return bisect_left(range(count), True, key=lambda number: not there(number))
 
 
 class DeviceCache:
@@ -82,10 +91,8 @@ class DeviceCache:
         return float(self._pool.get_num_free_blocks() / self._blocks_per_token)
 
     def found_tokens(self, hashes: Sequence[bytes]) -> int:
-        """How many of a prompt's first tokens are there."""
-        found = 0
-        while found < len(hashes) and self._pool.get_cached_block(hashes[found], [0]):
-            found += 1
+        """How many of a prompt's first tokens are there, of which the last go first."""
+        found = count_first(len(hashes), lambda i: self._pool.get_cached_block(hashes[i], [0]))
         return found * self._hash_tokens
 
     def spare(self, waiting: Waiting, needed_tokens: float) -> None:
@@ -130,9 +137,11 @@ class KeepWaiting:
         """From now on."""
         self.waiting = Waiting()
 
-    def found_tokens(self, request: Any) -> int:
-        """How many of its first tokens need neither disk nor GPU, when it came."""
-        return 0 if self.waiting is None else self.waiting.on_device(request.request_id)
+    def found_tokens(self, request_id: str) -> int:
+        """How many of the first tokens of one that waits need neither disk nor GPU."""
+        if self.waiting is None or self._device is None:
+            return 0
+        return self._device.found_tokens(self.waiting.hashes(request_id))
 
     def room_tokens(self) -> float:
         """That the device's cache may be given now."""

@@ -52,7 +52,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvdisk.serving.vllm import identity, partial_loads, secondary_tier, tiering_connector
+from kvdisk.serving.vllm import identity, partial_loads, secondary_tier
 from kvdisk.serving.vllm.secondary_tier import KVDiskTier
 from kvdisk.serving.vllm.tiering_connector import KVDiskTieringConnector
 from kvdisk.testing import SimulatedDisk, simulated_config, simulated_tier
@@ -225,7 +225,7 @@ class Engine:
         self.chance = random.Random(setting.seed)
         self.clock = Clock()
         fake = SimpleNamespace(monotonic=self.clock.monotonic)
-        for module in (secondary_tier, tiering_connector, partial_loads):
+        for module in (secondary_tier, partial_loads):
             patch.setattr(module, "time", fake)
         patch.setattr(identity, "_device", lambda: "none")
         MOVES.__init__()  # type: ignore[misc]
