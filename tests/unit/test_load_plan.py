@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 
@@ -151,6 +152,35 @@ def test_never_slower_than_computing_whatever_is_on_the_disk(queue_limit_s: floa
         hits = [chance.choice([0, 0, TOKENS // 4, TOKENS // 2, TOKENS]) for _ in range(count)]
         server = _overlapping(disk, queue_limit_s)
         assert server.serve(count, hit=hits) <= 1.05 * count * (TOKENS + 32) / GPU + 0.03
+
+
+def test_what_the_caches_have_of_those_behind_is_no_work() -> None:
+    """The disk is asked for as much as it gives while the GPU works for others."""
+
+    def wanted(found: int, room_tokens: float = math.inf) -> int:
+        planner = _planner(rate=1000.0)
+        for name in ("this", "behind"):
+            planner.arrived(name, 5000)
+        planner.found("behind", found)
+        return planner.tokens_to_load("this", 4000, 1000, 1.0, room_tokens=room_tokens)
+
+    assert wanted(found=0) == 500  # a tenth of what is to be computed: the disk is so much slower
+    assert wanted(found=400) == 460
+    assert wanted(found=5000) == wanted(found=9000) == 0
+    assert wanted(found=0, room_tokens=10_000) == 500
+    assert wanted(found=0, room_tokens=9_600) == 460, "it is not computed while nothing is given up"
+    assert wanted(found=0, room_tokens=3_000) == 0
+
+
+def test_what_is_found_of_one_that_was_asked_for_is_not_counted_twice() -> None:
+    planner = _planner()
+    planner.arrived("this", 5000)
+    planner.tokens_to_load("this", 0, 5000, 1.0)
+    planner.found("this", 5000)
+    planner.found("unknown", 1)
+    assert _asked_behind(planner) == 500
+    planner.gone("this")
+    assert planner.idle
 
 
 def test_next_to_nothing_of_a_hit_is_not_worth_a_load() -> None:
