@@ -13,6 +13,7 @@ Modes, any of them with ``ROOT`` one of the names given by ``--root``:
     fs:N@ROOT     + vLLM's RAM tier of N documents, its file system tier below
     kvdisk@ROOT   + KVDiskConnector
     kvdisk:N@ROOT + vLLM's RAM tier of N documents, KVDiskTier below
+Behind the last two, ``+NAME=VALUE`` is an option for this mode alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -119,9 +121,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options.block_tokens = options.block_tokens or (32 if options.cpu else 16)
     options.modes = options.modes.split(",")
     options.documents = [int(count) for count in options.documents.split(",")]
-    options.roots = dict(each.split("=", 1) for each in options.root)
-    options.kvdisk = dict(each.split("=", 1) for each in options.option)
+    options.roots = named_values(options.root)
+    options.kvdisk = named_values(options.option)
     return options
+
+
+def named_values(texts: list[str]) -> dict[str, str]:
+    return dict(text.split("=", 1) for text in texts)
 
 
 def write_model(directory: Path, options: argparse.Namespace) -> None:
@@ -160,7 +166,8 @@ def document_bytes(options: argparse.Namespace) -> int:
 
 def transfer_config(mode: str, root: str, options: argparse.Namespace) -> dict[str, Any] | None:
     """What an operator would write for ``mode`` in the directory ``root``."""
-    kind, _, ram_documents = mode.partition("@")[0].partition(":")
+    tier, *own_options = mode.split("+")
+    kind, _, ram_documents = tier.partition("@")[0].partition(":")
     if kind in ("none", "prefix"):
         return None
     each = document_bytes(options)
@@ -172,6 +179,7 @@ def transfer_config(mode: str, root: str, options: argparse.Namespace) -> dict[s
         "persist": False,
         "partial_loads": options.partial_loads,
         **options.kvdisk,
+        **named_values(own_options),
     }
     if kind == "kvdisk" and not ram_documents:
         return connector("KVDiskConnector", kvdisk, module="kvdisk.serving.vllm")
@@ -248,7 +256,7 @@ class Engine:
         log = subprocess.DEVNULL
         if options.logs:
             options.logs.mkdir(parents=True, exist_ok=True)
-            name = mode.replace(":", "-").replace("@", "-")
+            name = file_name(mode)
             log = os.open(
                 options.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644
             )
@@ -292,12 +300,16 @@ class Engine:
 
 def new_directory(mode: str, options: argparse.Namespace) -> Path | None:
     """For what ``mode`` keeps on its disk; removed when its engine stops."""
-    name, _, root_name = mode.partition("@")
+    root_name = mode.partition("+")[0].partition("@")[2]
     if not root_name:
         return None
     root = Path(options.roots[root_name])
     root.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=f"{name.replace(':', '-')}-", dir=root))
+    return Path(tempfile.mkdtemp(prefix=f"{file_name(mode)}-", dir=root))
+
+
+def file_name(mode: str) -> str:
+    return re.sub("[^A-Za-z0-9_.]", "-", mode)
 
 
 def python_path() -> str:

@@ -6,6 +6,8 @@ new objects each time (their hashes are not cached), in a tier that is full, so 
 evicts. There is no disk: what the ranks report is made up, and the report's own cost counts as
 "complete". Beside it runs the manager of vLLM's own RAM tier, as large.
 
+What waiting requests cost is measured on vLLM's own pool of as many blocks as a device may have.
+
 Times are the thread's processor time, so that what else runs on the machine counts only as far as
 it disturbs the caches. A single lookup is too short for that clock: 64 are timed in a row, as many
 as the blocks of one prompt, and the figures are of one of them.
@@ -39,10 +41,12 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from kvdisk.key_index import KEY_BYTES_MAX
 from kvdisk.messages import PathState, RankOpened, RankReport, RankResult
 from kvdisk.serving.vllm.manager import KVDiskManager
+from kvdisk.serving.vllm.waiting import Waiting
 from kvdisk.testing import SimulatedDisk, SimulatedWorker, simulated_config
 from kvdisk.tier import DiskTier
 from kvdisk.transfer import RowStatus
 from tests.serving.vllm.chunks import secondary_tier
+from tests.serving.vllm.pools import BLOCK_TOKENS, hashes, pool_of
 
 KEY_BYTES = 36  # a sha256 block hash and a 4-byte group index
 BLOCK_BYTES = 4096
@@ -195,6 +199,29 @@ def batches(subject: Any, keys: Keys, count: int, calls: int) -> dict[str, Any]:
     return found
 
 
+def waiting_requests(calls: int, prompts: int = 100, blocks: int = 512) -> list[dict[str, Any]]:
+    """A request that comes and goes, and a step's look at the device's cache."""
+    there = [hashes(f"{number}-", blocks) for number in range(prompts)]
+    _, device = pool_of(*there)
+    waiting = Waiting(hashes_max=prompts * blocks)
+    arrive = (partial(waiting.arrived, f"new {n}", hashes(f"new {n}-", blocks)) for n in range(99))
+    found = {"arrived": timed(arrive, blocks)}
+    found["gone"] = timed((partial(waiting.gone, f"new {number}") for number in range(99)), blocks)
+
+    def step() -> None:
+        device.step_ended()
+        device.evict_waiting_last(waiting, blocks * BLOCK_TOKENS)
+
+    waiting.arrived("most recent", there[-1])
+    found["step, what waits is far from eviction"] = timed((step for _ in range(calls)), blocks)
+    for number, prompt in enumerate(there):
+        waiting.arrived(str(number), prompt)
+    found["step, all waits"] = timed((step for _ in range(calls)), blocks)
+    look = partial(device.found_tokens, there[0])
+    found["found_tokens"] = timed((look for _ in range(calls)), blocks)
+    return [{"call": name, **row} for name, row in found.items()]
+
+
 def measure(subject: Any, keys: Keys, calls: int) -> list[dict[str, Any]]:
     gc.collect()
     rows = [{"call": name, **row} for name, row in lookups(subject.lookup, keys, calls).items()]
@@ -220,6 +247,8 @@ def main() -> None:
         {"call": name, **row} for name, row in lookups(lookup, keys, options.calls).items()
     ]
     results["vLLM's RAM tier"] = measure(RamManager(keys, slots), keys, options.calls)
+    gc.collect()
+    results["waiting requests"] = waiting_requests(max(50, options.calls // 500))
     report = {
         "what": "calls of vLLM's scheduler, each timed; no disk, no rank",
         "resident_blocks": slots,

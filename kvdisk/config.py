@@ -114,7 +114,7 @@ class TierConfig:
         Whether a serving engine's adapter loads a part of a hit and lets the GPU compute the rest
         where both together are faster: "on" as the measured rates say, "auto" only where that gains
         something worth while, "off" never.
-    keep_waiting
+    evict_waiting_last
         Whether a serving engine's adapter has what waiting requests will need evicted last from the
         engine's own caches.
     persist
@@ -139,7 +139,7 @@ class TierConfig:
     admission: Admission = field(default="all", metadata=_CHOICE)
     write_budget_bytes: int = _option("size", 0, 0, 2**62)
     partial_loads: PartialLoads = field(default="auto", metadata=_CHOICE)
-    keep_waiting: bool = _option("switch", True)
+    evict_waiting_last: bool = _option("switch", True)
     persist: bool = _option("switch", True)
 
     def __post_init__(self) -> None:

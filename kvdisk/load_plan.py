@@ -118,13 +118,22 @@ class _Work:
 class LoadPlanner:
     """The waiting requests of one scheduler. Not thread-safe: one thread calls it."""
 
-    def __init__(self, mode: PartialLoads, *, token_bytes: float, queue_limit_s: float) -> None:
+    def __init__(
+        self,
+        mode: PartialLoads,
+        *,
+        token_bytes: float,
+        queue_limit_s: float,
+        loads_have_room: bool = True,
+    ) -> None:
         """``token_bytes``: what a rank's disk reads for a token. ``queue_limit_s``: never ask for
         more than the disk can give in that time, so that no load runs into its deadline.
+        ``loads_have_room``: what is being loaded has its room in the device's cache already.
         """
         self._mode = mode
         self._token_bytes = token_bytes
         self._queue_limit_s = queue_limit_s
+        self._loads_have_room = loads_have_room
         self._steps = PrefillMeter()
         self._load_rate: float | None = None  # bytes per second
         self._load_rate_at_s = -math.inf
@@ -220,13 +229,14 @@ class LoadPlanner:
         """How many of ``hit_tokens`` to load; ``rest_tokens`` are computed in any case.
 
         ``free_tokens``, behind the hit, need neither if all of the hit is loaded. ``room_tokens``:
-        how many more the device's cache takes; what finds no room there is no work for the GPU.
+        what the device's cache takes beside all of this request; what waits behind and finds no
+        room there is no work for the GPU yet.
         """
         request = self._requests.get(request_id)
         if request is None or self._mode == "off":
             return hit_tokens
         others = self._work_of_others(request_id)
-        taken = others.to_compute + hit_tokens + free_tokens + rest_tokens
+        taken = others.to_compute + (0.0 if self._loads_have_room else others.to_load)
         others.behind = min(others.behind, max(0.0, room_tokens - taken))
         wanted = self._wanted(others, hit_tokens, free_tokens, now_s)
         lost = 0 if wanted == hit_tokens else hit_tokens - wanted + free_tokens

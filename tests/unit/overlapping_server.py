@@ -114,7 +114,7 @@ class OverlappingServer:
             return True
         rest = prompt.left - prompt.hit
         wanted = self.planner.tokens_to_load(
-            prompt.name, prompt.hit, rest, self.now, room_tokens=free
+            prompt.name, prompt.hit, rest, self.now, room_tokens=free - prompt.left
         )
         prompt.wanted, prompt.state = wanted, "asked" if wanted else "running"
         prompt.left -= wanted

@@ -167,9 +167,9 @@ def test_what_the_caches_have_of_those_behind_is_no_work() -> None:
     assert wanted(found=0) == 500  # a tenth of what is to be computed: the disk is so much slower
     assert wanted(found=400) == 460
     assert wanted(found=5000) == wanted(found=9000) == 0
-    assert wanted(found=0, room_tokens=10_000) == 500
-    assert wanted(found=0, room_tokens=9_600) == 460, "it is not computed while nothing is given up"
-    assert wanted(found=0, room_tokens=3_000) == 0
+    assert wanted(found=0, room_tokens=5_000) == 500
+    assert wanted(found=0, room_tokens=4_600) == 460, "it is not computed while nothing is given up"
+    assert wanted(found=0, room_tokens=-2_000) == 0
 
 
 def test_what_is_found_of_one_that_was_asked_for_is_not_counted_twice() -> None:

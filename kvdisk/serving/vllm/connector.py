@@ -194,7 +194,7 @@ class KVDiskConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
         if found is None:
             return None, False
         rest = request.num_tokens - num_computed_tokens - found
-        wanted = self.worth_loading(request.request_id, found, rest)
+        wanted = self.worth_loading(request, found, rest)
         if wanted >= found:
             return found, is_async
         config = self.connector_scheduler.config

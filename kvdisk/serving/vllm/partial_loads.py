@@ -33,17 +33,22 @@ class PartialLoads(KeepWaiting):
     _on_gpu: int = 0  # tokens that the GPU has already of the request asked for last
 
     def plan_loads(
-        self, config: TierConfig, token_bytes: float, load_rate: Callable[[], float | None]
+        self,
+        config: TierConfig,
+        token_bytes: float,
+        load_rate: Callable[[], float | None],
+        *,
+        loads_have_room: bool = True,
     ) -> None:
         """From now on. ``token_bytes``: a token's on one disk, whose ``load_rate`` is measured."""
         self.planner = LoadPlanner(
             config.partial_loads,
             token_bytes=token_bytes,
             queue_limit_s=config.load_deadline_ns / 2e9,
+            loads_have_room=loads_have_room,
         )
         self._load_rate = load_rate
-        if config.keep_waiting:
-            self.keep_waiting()
+        self.keep_waiting(config)
 
     def ask_planner(self, ask: Callable[[LoadPlanner], Answer], otherwise: Answer) -> Answer:
         """A bug in the planner must not end the engine: every hit is loaded whole from then on."""
@@ -56,20 +61,21 @@ class PartialLoads(KeepWaiting):
         return otherwise
 
     def worth_loading(
-        self, request_id: str, hit_tokens: int, rest_tokens: int, *, free_tokens: int = 0
+        self, request: Any, hit_tokens: int, rest_tokens: int, *, free_tokens: int = 0
     ) -> int:
-        """As ``LoadPlanner.tokens_to_load`` says it."""
+        """As ``LoadPlanner.tokens_to_load`` says, by what the caches now have of those behind."""
 
         def ask(planner: LoadPlanner) -> int:
-            for waiting in islice(self.waiting or (), _LOOK_AHEAD):
-                planner.found(waiting, self.found_tokens(waiting))
+            if hit_tokens:
+                for request_id in islice(self.waiting or (), _LOOK_AHEAD):
+                    planner.found(request_id, self.found_tokens(request_id))
             return planner.tokens_to_load(
-                request_id,
+                request.request_id,
                 hit_tokens,
                 rest_tokens,
                 time.monotonic(),
                 free_tokens=free_tokens,
-                room_tokens=self.room_tokens(),
+                room_tokens=self.room_tokens() - request.num_tokens,
             )
 
         return self.ask_planner(ask, hit_tokens)

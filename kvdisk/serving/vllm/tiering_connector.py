@@ -6,13 +6,13 @@ which rows of the RAM tier are still wanted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, make_offload_key
+from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy
 
 from kvdisk.serving.vllm.allowances import Parts
 from kvdisk.serving.vllm.partial_loads import PartialLoads
@@ -20,8 +20,10 @@ from kvdisk.serving.vllm.secondary_tier import KVDiskTier, engine_config
 from kvdisk.serving.vllm.spec import require_flush_before_zeroing
 from kvdisk.serving.vllm.waiting import Waiting, count_first
 
-_KEPT_BEHIND: Final = 16  # this share of the RAM tier may come before what waits is touched again
-_TOUCHED_MAX: Final = 16384  # rows at a time, some milliseconds
+# What waits is touched again when rows have come, begun or been moved: a change for so many.
+_TOUCHES_PER_CHANGE: Final = 4
+_TOUCHED_LEAST: Final = 256
+_TOUCHED_MAX: Final = 8192  # at a time: ten milliseconds
 
 
 class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
@@ -35,12 +37,18 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
         finally:
             engine_config.clear()
         self._tier: KVDiskTier | None = None
-        self._kept_in_ram_at = 0
+        self._touch_again_at = 0
+        self._rows_changed = 0
         if self.connector_scheduler is not None:
             tiers = self.connector_scheduler.manager.secondary_tiers
             self._tier = next((each for each in tiers if isinstance(each, KVDiskTier)), None)
         if self._tier is not None:
-            self.plan_loads(self._tier.config, self._tier.token_bytes, self._tier.load_rate)
+            self.plan_loads(
+                self._tier.config,
+                self._tier.token_bytes,
+                self._tier.load_rate,
+                loads_have_room=False,  # in the device's cache, until they are in the RAM tier
+            )
             self._tier.partial_loads = self
 
     def get_num_new_matched_tokens(
@@ -62,63 +70,113 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
             parts = look.parts(num_computed_tokens, request.num_tokens, allowances.room_tokens)
         else:
             parts = Parts(0, found, 0, request.num_tokens - num_computed_tokens - found)
-        wanted = self.worth_loading(
-            request.request_id, parts.hit, parts.rest, free_tokens=parts.free
-        )
+        wanted = self.worth_loading(request, parts.hit, parts.rest, free_tokens=parts.free)
         allowances.allow(request.request_id, look, wanted)
-        self._ask_waiting(self._keep_in_ram)
+        self._ask_waiting(self._evict_waiting_last_from_ram, None)
         if found is None:
             # Else what is brought up takes the place of what is there of the prompt, which is as
             # old as what is not there any more.
-            self.ask_planner(lambda it: self._touch_in_ram([request.request_id]), None)
+            self._ask_waiting(
+                lambda _: self._touch_in_ram(
+                    self._keys(request.block_hashes, 0), request.request_id
+                ),
+                None,
+            )
             answer = find()
         return answer
+
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        self._rows_changed += self._rows_of(request)
 
     def found_tokens(self, request_id: str) -> int:
         """Also in the RAM tier, right behind what the device has."""
         on_device = super().found_tokens(request_id)
-        half = self.connector_scheduler
-        status = half._req_status[request_id]
-        status.update_offload_keys()
-        chunk_tokens: int = half.config.kv_group_configs[0].tokens_per_chunk
-        keys = status.group_states[0].offload_keys[on_device // chunk_tokens :]
-        ram, context = half.manager.primary_tier, status.req_context
-        in_ram = count_first(
-            len(keys), lambda i: ram.lookup(keys[i], context) is not LookupResult.MISS
+        return self._ask_waiting(
+            lambda it: self._found_in_ram(it, request_id, on_device), on_device
         )
-        return max(on_device, (on_device // chunk_tokens + in_ram) * chunk_tokens)
 
-    def _keep_in_ram(self, waiting: Waiting) -> None:
+    @property
+    def _groups(self) -> Sequence[Any]:
+        groups: Sequence[Any] = self.connector_scheduler.config.kv_group_configs
+        return groups
+
+    def _rows_of(self, request: Any) -> int:
+        hashes = len(request.block_hashes)
+        return sum(hashes // group.hashes_per_chunk for group in self._groups)
+
+    def _found_in_ram(self, waiting: Waiting, request_id: str, on_device: int) -> int:
+        """A window keeps a prompt's tail alone: then another group must say how much is there."""
+        whole = (group for group in self._groups if group.sliding_window_size_in_chunks is None)
+        group = next(whole, None)
+        if group is None:
+            return on_device
+        half = self.connector_scheduler
+        ram, context = half.manager.primary_tier, half._req_status[request_id].req_context
+        before, chunk = on_device // group.tokens_per_chunk, group.hashes_per_chunk
+        ends = waiting.hashes(request_id)[(before + 1) * chunk - 1 :: chunk]
+        found = count_first(
+            len(ends),
+            lambda i: (
+                ram.lookup(make_offload_key(ends[i], group.group_idx), context)
+                is not LookupResult.MISS
+            ),
+        )
+        return max(on_device, int((before + found) * group.tokens_per_chunk))
+
+    def _evict_waiting_last_from_ram(self, waiting: Waiting) -> None:
         """What waits counts as used last there, the first of it as the very last; but what the
         device has too goes before the rest, and of that the first, which stays there the longest.
 
-        Not for every row that comes and may push another out, but for so many of them.
+        Not for every row that comes and may push another out, but for so many of them. A policy
+        that learns from each use is left alone.
         """
         assert self._tier is not None
-        changed = self._tier.rows_moved + waiting.blocks
-        if changed - self._kept_in_ram_at >= self._tier.rows // _KEPT_BEHIND:
-            self._kept_in_ram_at = changed
-            there = [each for each in waiting if waiting.on_device(each)]
-            self._touch_in_ram(
-                [*(each for each in waiting if not waiting.on_device(each)), *reversed(there)]
-            )
-
-    def _touch_in_ram(self, request_ids: Iterable[str]) -> None:
-        half = self.connector_scheduler
+        changed = self._tier.rows_moved + self._rows_changed
+        policy = self.connector_scheduler.manager.primary_tier._policy
+        due = changed >= self._touch_again_at
+        if not (self._reorders and due and isinstance(policy, LRUCachePolicy)):
+            return
         keys: list[OffloadKey] = []
-        context = None
-        for request_id in request_ids:
-            status = half._req_status[request_id]
-            status.update_offload_keys()
-            keys += chain.from_iterable(group.offload_keys for group in status.group_states)
-            context = status.req_context
-            if len(keys) >= _TOUCHED_MAX:
+        heads: list[OffloadKey] = []
+        request_id = None
+        for request_id in waiting:
+            hashes, found = waiting.hashes(request_id), self._found_on_device(waiting, request_id)
+            keys += self._keys(hashes, found)
+            heads = self._keys(hashes, 0, found) + heads
+            if len(keys) + len(heads) >= min(_TOUCHED_MAX, self._tier.rows):
                 break
-        if keys:
-            half.manager.primary_tier.touch(keys, context)  # the last of them first
+        if request_id:
+            self._touch_in_ram(keys + heads, request_id)
+        between = max(len(keys) + len(heads), self._tier.rows // 2, _TOUCHED_LEAST)
+        self._touch_again_at = changed + between // _TOUCHES_PER_CHANGE
+
+    def _keys(
+        self, hashes: Sequence[bytes], first_token: int, end_token: int | None = None
+    ) -> list[OffloadKey]:
+        """Of the chunks that end behind the one and not behind the other, in their order."""
+        keys = []
+        for group in self._groups:
+            tokens, chunk = group.tokens_per_chunk, group.hashes_per_chunk
+            end = None if end_token is None else end_token // tokens * chunk
+            ends = hashes[(first_token // tokens + 1) * chunk - 1 : end : chunk]
+            first_end = (first_token // tokens + 1) * tokens
+            keys += [
+                (first_end + number * tokens, make_offload_key(each, group.group_idx))
+                for number, each in enumerate(ends)
+            ]
+        if len(self._groups) > 1:
+            keys.sort(key=lambda each: each[0])
+        return [key for _, key in keys]
+
+    def _touch_in_ram(self, keys: Sequence[OffloadKey], request_id: str) -> None:
+        """The first of them is evicted last."""
+        half = self.connector_scheduler
+        half.manager.primary_tier.touch(keys, half._req_status[request_id].req_context)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if self._tier is not None:
             self._tier.allowances.settled(request.request_id)  # preempted, it is looked at anew
+            self._rows_changed += self._rows_of(request)
         self.settled(request, num_external_tokens)

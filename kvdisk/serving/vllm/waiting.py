@@ -1,9 +1,8 @@
 """What waiting requests will need is the last to be evicted.
 
 vLLM evicts what was used longest ago. When more waits than its caches hold, in the order in which
-it was computed, that is just what is wanted next: each request pushes out what the one after it
-would have found. But the queue says what is wanted. So that goes behind everything else in vLLM's
-own order of eviction; nothing is pinned, and no request finds less room than before.
+it was computed, that is just what is wanted next. But the queue says what is wanted, so that the
+free blocks that nobody waits for are given away first. Nothing is pinned: only the order changes.
 
 (Scheduler-aware eviction, as in CachedAttention: Gao et al., USENIX ATC 2024.)
 """
@@ -12,56 +11,75 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from itertools import islice
+from typing import Any, Final, TypeVar
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
-_LOOK_AT_BLOCKS: Final = 8192  # of vLLM's queue at a time: some milliseconds
+from kvdisk import TierConfig
+
+Answer = TypeVar("Answer")
+
+_WINDOW_BLOCKS: Final = 1024  # looked at, at each end of vLLM's queue: half a millisecond
+_STEP_BLOCKS: Final = 4096  # and no more in a step of the engine, however many requests begin in it
+_LAST_REQUESTS: Final = 16  # looked at when all that is free is wanted
+_HASHES_MIN: Final = 65_536  # remembered of those that wait, and more for a device that holds more
+_HASHES_PER_BLOCK: Final = 8
 
 logger = init_logger("vllm.kvdisk")
 
 
+def count_first(count: int, there: Callable[[int], object]) -> int:
+    """How long the prefix is for which ``there`` holds; it must not hold again behind that."""
+    return bisect_left(range(count), True, key=lambda number: not there(number))
+
+
 class Waiting:
-    """Requests that vLLM has not begun with, in the order in which they came."""
+    """Requests that vLLM has not begun with, in the order in which they came.
 
-    def __init__(self) -> None:
+    What is wanted is known of the first of them, as far as ``hashes_max`` hashes go.
+    """
+
+    def __init__(self, hashes_max: int = _HASHES_MIN) -> None:
+        self.hashes_max = hashes_max
         self._hashes: dict[str, Sequence[bytes]] = {}
-        self._on_device: dict[str, int] = {}
+        self._counted: dict[str, Sequence[bytes]] = {}  # and remembered in the next two
+        self._later: dict[str, None] = {}
+        self._turns = 0
+        self._turn_of: dict[str, int] = {}
+        self._turn: dict[bytes, int] = {}  # of the first that has wanted it
         self._wanted: dict[bytes, int] = {}  # by how many of them
-        self._turn: dict[bytes, int] = {}  # of the first of them
-        self.count = 0  # of all that have come
-        self.blocks = 0  # of those
 
-    def arrived(self, request_id: str, hashes: Sequence[bytes], on_device_tokens: int) -> None:
-        """With the hashes of its blocks, of whose tokens the device's cache has so many."""
+    def arrived(self, request_id: str, hashes: Sequence[bytes]) -> None:
+        """``hashes``: vLLM's own list of its blocks', which is not copied until it is needed."""
         self.gone(request_id)
-        self._hashes[request_id] = hashes = tuple(hashes)
-        self._on_device[request_id] = on_device_tokens
-        self.count += 1
-        self.blocks += len(hashes)
-        for block_hash in hashes:
-            self._wanted[block_hash] = self._wanted.get(block_hash, 0) + 1
-            self._turn.setdefault(block_hash, self.count)
+        self._hashes[request_id] = hashes
+        self._later[request_id] = None
+        self._count_more()
 
     def gone(self, request_id: str) -> None:
         """vLLM has begun with it, or it has ended."""
-        self._on_device.pop(request_id, None)
-        for block_hash in self._hashes.pop(request_id, ()):
+        self._hashes.pop(request_id, None)
+        self._later.pop(request_id, None)
+        self._turn_of.pop(request_id, None)
+        for block_hash in self._counted.pop(request_id, ()):
             self._wanted[block_hash] -= 1
             if not self._wanted[block_hash]:
                 del self._wanted[block_hash], self._turn[block_hash]
+        self._count_more()
 
-    def turn(self, block_hash: bytes) -> int | None:
-        """Whose turn it is that wants a block, in the order of coming; None: nobody wants it."""
-        return self._turn.get(block_hash)
+    def turn(self, block_hash: bytes) -> int:
+        """The greater, the longer until a block is needed; 0: by nobody who is known to wait."""
+        return self._turn.get(block_hash, 0)
+
+    def last_first(self) -> Iterator[tuple[str, int]]:
+        """Those of whom it is known what they want, each with its turn."""
+        for request_id in reversed(self._counted):
+            yield request_id, self._turn_of[request_id]
 
     def hashes(self, request_id: str) -> Sequence[bytes]:
         return self._hashes.get(request_id, ())
-
-    def on_device(self, request_id: str) -> int:
-        """How many of its first tokens the device's cache had when it came."""
-        return self._on_device.get(request_id, 0)
 
     def __len__(self) -> int:
         return len(self._hashes)
@@ -69,21 +87,33 @@ class Waiting:
     def __iter__(self) -> Iterator[str]:
         return iter(self._hashes)
 
-
-def count_first(count: int, there: Callable[[int], object]) -> int:
-    """How many of the first of ``count`` are there, when none is behind one that is not."""
-    return bisect_left(range(count), True, key=lambda number: not there(number))
+    def _count_more(self) -> None:
+        while self._later and (len(self._turn) < self.hashes_max or not self._counted):
+            request_id = next(iter(self._later))
+            del self._later[request_id]
+            hashes = tuple(self._hashes[request_id])
+            self._counted[request_id] = hashes
+            self._turns += 1
+            self._turn_of[request_id] = self._turns
+            for block_hash in hashes:
+                self._turn.setdefault(block_hash, self._turns)
+                self._wanted[block_hash] = self._wanted.get(block_hash, 0) + 1
 
 
 class DeviceCache:
     """vLLM's pool of blocks on the device, as far as it is asked for here."""
 
-    def __init__(self, pool: Any, block_tokens: Sequence[int], hash_tokens: int) -> None:
-        """``block_tokens``: of a block of each KV cache group; ``hash_tokens``: of a hash."""
+    def __init__(self, pool: Any, groups: Sequence[Any]) -> None:
+        """``groups``: vLLM's offloading connector's, one for each KV cache group."""
         self._pool = pool
-        self._blocks_per_token = sum(1 / tokens for tokens in block_tokens)
-        self._hash_tokens = hash_tokens
-        self._ordered_for: int | None = None  # how many had come when all was put in order
+        self._blocks_per_token = sum(1 / group.tokens_per_block for group in groups)
+        # A window keeps a prompt's tail alone, so it says nothing of its head.
+        whole = (group for group in groups if group.sliding_window_size_in_chunks is None)
+        group = next(whole, None)
+        self._group: int | None = None if group is None else group.group_idx
+        self._block_tokens: int = 0 if group is None else group.tokens_per_block
+        self._rotated = 0  # blocks, since enough were seen that nobody waits for
+        self._blocks_left = _STEP_BLOCKS
 
     @property
     def free_tokens(self) -> float:
@@ -92,36 +122,99 @@ class DeviceCache:
 
     def found_tokens(self, hashes: Sequence[bytes]) -> int:
         """How many of a prompt's first tokens are there, of which the last go first."""
-        found = count_first(len(hashes), lambda i: self._pool.get_cached_block(hashes[i], [0]))
-        return found * self._hash_tokens
+        ends = self._ends(hashes)
+        found = count_first(len(ends), lambda i: self._get(ends[i]))
+        return found * self._block_tokens
 
-    def spare(self, waiting: Waiting, needed_tokens: float) -> None:
-        """Let the next blocks that are taken, for so many tokens, be of use to nobody who waits;
-        where there are no others, be those of who came last.
+    def _ends(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """The hashes of a prompt's blocks, where a block has more than one of them."""
+        if self._group is None:
+            return ()
+        step = self._block_tokens // self._pool.hash_block_size
+        return hashes[step - 1 :: step]
+
+    def _get(self, block_hash: bytes) -> Any:
+        blocks = self._pool.get_cached_block(block_hash, [self._group])
+        return blocks and blocks[0]
+
+    def evict_waiting_last(self, waiting: Waiting, needed_tokens: float) -> None:
+        """Before blocks are taken for so many tokens: those that nobody waits for first, used
+        longest ago; then, of what is wanted, what came last. As far as the windows show them.
         """
+        if self._blocks_left <= 0:
+            return
         needed = int(needed_tokens * self._blocks_per_token) + 1
         queue = self._pool.free_block_queue
-        block, end = queue.fake_free_list_head.next_free_block, queue.fake_free_list_tail
-        wanted: list[tuple[int, Any]] = []
-        others_behind = False
-        for _ in range(_LOOK_AT_BLOCKS):
-            if block is end or needed == 0:
-                break
-            hashed = block.block_hash
-            turn = None if hashed is None else waiting.turn(get_block_hash(hashed))
-            if turn is None:
-                needed -= 1
-                others_behind = bool(wanted)
-            else:
-                wanted.append((turn, block))
-            block = block.next_free_block
-        if not wanted or (not others_behind and self._ordered_for == waiting.count):
+        head, whole = self._window(waiting, needed, forward=True)
+        first = [block for turn, block in head if not turn]
+        if len(first) == needed:
+            self._rotated = 0
+            self._move([block for turn, block in head if turn], queue.append_n)
             return
-        self._ordered_for = waiting.count if block is end else None
-        wanted.sort(key=lambda each: -each[0])  # a request's blocks stay in vLLM's order
-        blocks = [block for _, block in wanted]
-        self._pool.touch(blocks)
-        self._pool.free_blocks(blocks)  # to the end of the queue
+        if not whole:
+            # What was given back last is at the other end.
+            tail, _ = self._window(waiting, needed - len(first), forward=False)
+            seen = {block.block_id for _, block in head}
+            given = [block for turn, block in reversed(tail) if not turn]
+            first += [block for block in given if block.block_id not in seen]
+            if not first and self._rotated < queue.num_free_blocks:
+                self._rotated += len(head)  # what nobody waits for may lie between the two
+                self._move([block for _, block in head], queue.append_n)
+                return
+        first += self._last_wanted(waiting, needed - len(first))
+        if any(block is not at for (_, at), block in zip(head, first, strict=False)):
+            self._move(first, queue.prepend_n)
+
+    def step_ended(self) -> None:
+        """So much may be looked at again."""
+        self._blocks_left = _STEP_BLOCKS
+
+    def _window(
+        self, waiting: Waiting, needed: int, *, forward: bool
+    ) -> tuple[list[tuple[int, Any]], bool]:
+        """The blocks at one end of the queue, each with its turn, until so many are seen that
+        nobody waits for; and whether that is the whole queue.
+        """
+        queue = self._pool.free_block_queue
+        ends = [queue.fake_free_list_head, queue.fake_free_list_tail]
+        at, end = ends if forward else reversed(ends)
+        seen: list[tuple[int, Any]] = []
+        most = min(_WINDOW_BLOCKS, self._blocks_left)
+        while len(seen) < most and needed > 0:
+            at = at.next_free_block if forward else at.prev_free_block
+            if at is end:
+                break
+            hashed = at.block_hash
+            turn = 0 if hashed is None else waiting.turn(get_block_hash(hashed))
+            seen.append((turn, at))
+            needed -= turn == 0
+        self._blocks_left -= len(seen)
+        return seen, at is end
+
+    def _last_wanted(self, waiting: Waiting, needed: int) -> list[Any]:
+        """Free blocks of those that came last, of each its tail first."""
+        found: list[Any] = []
+        for request_id, turn in islice(waiting.last_first(), _LAST_REQUESTS):
+            blocks = self._blocks(waiting.hashes(request_id), needed - len(found))
+            self._blocks_left -= len(blocks) + 1
+            for block in reversed(blocks):
+                if block.ref_cnt == 0 and waiting.turn(get_block_hash(block.block_hash)) == turn:
+                    found.append(block)
+            if len(found) >= needed:
+                break
+        return found
+
+    def _blocks(self, hashes: Sequence[bytes], count: int) -> list[Any]:
+        """The last of those of a prompt's first blocks that are there, in the prompt's order."""
+        ends = self._ends(hashes)
+        end = count_first(len(ends), lambda i: self._get(ends[i]))
+        there = map(self._get, ends[max(0, end - count) : end])
+        return [block for block in there if block]
+
+    def _move(self, blocks: list[Any], put: Callable[[list[Any]], None]) -> None:
+        for block in blocks:
+            self._pool.free_block_queue.remove(block)
+        put(blocks)
 
 
 class KeepWaiting:
@@ -132,37 +225,37 @@ class KeepWaiting:
     waiting: Waiting | None = None
     _device: DeviceCache | None = None  # None also where it keeps nothing
     _step_tokens: int = 0  # at most
+    _reorders: bool = False
 
-    def keep_waiting(self) -> None:
+    def keep_waiting(self, config: TierConfig) -> None:
         """From now on."""
         self.waiting = Waiting()
+        self._reorders = config.evict_waiting_last
 
     def found_tokens(self, request_id: str) -> int:
         """How many of the first tokens of one that waits need neither disk nor GPU."""
-        if self.waiting is None or self._device is None:
-            return 0
-        return self._device.found_tokens(self.waiting.hashes(request_id))
+        return self._ask_waiting(lambda it: self._found_on_device(it, request_id), 0)
 
     def room_tokens(self) -> float:
         """That the device's cache may be given now."""
-        return float("inf") if self._device is None else self._device.free_tokens
+        nothing_known = float("inf")
+        device = self._device
+        if device is None:
+            return nothing_known
+        return self._ask_waiting(lambda it: device.free_tokens, nothing_known)
 
     # --- what happens, as vLLM says it
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         super().bind_gpu_block_pool(gpu_block_pool)  # type: ignore[misc]
-        if self.waiting is not None and gpu_block_pool.enable_caching:
-            self._step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
-            groups = self.connector_scheduler.config.kv_group_configs
-            self._device = DeviceCache(
-                gpu_block_pool,
-                [group.tokens_per_block for group in groups],
-                groups[0].tokens_per_chunk // groups[0].hashes_per_chunk,
-            )
+        if gpu_block_pool.enable_caching:
+            self._ask_waiting(lambda it: self._bind(it, gpu_block_pool), None)
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)  # type: ignore[misc]
-        self._ask_waiting(lambda it: self._arrived(it, request))
+        # One that may not read the device's cache wants nothing of it.
+        hashes = () if request.skip_reading_prefix_cache else request.block_hashes
+        self._ask_waiting(lambda it: it.arrived(request.request_id, hashes), None)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -172,45 +265,54 @@ class KeepWaiting:
             request, num_computed_tokens
         )
         if answer[0] is not None:
-            self._keep(request.num_tokens - num_computed_tokens)
+            self._before_blocks_are_taken(request.num_tokens - num_computed_tokens)
         return answer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(  # type: ignore[misc]
             request, blocks, num_external_tokens
         )
-        self._ask_waiting(lambda it: it.gone(request.request_id))
+        self._ask_waiting(lambda it: it.gone(request.request_id), None)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         meta = super().build_connector_meta(scheduler_output)  # type: ignore[misc]
-        self._keep(self._step_tokens)  # for the next step's
+        if self._device is not None:
+            self._device.step_ended()
+        self._before_blocks_are_taken(self._step_tokens)  # for the next step
         return meta
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
-        self._ask_waiting(lambda it: it.gone(request.request_id))
+        self._ask_waiting(lambda it: it.gone(request.request_id), None)
         return super().request_finished(request, block_ids)  # type: ignore[misc]
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
-        self._ask_waiting(lambda it: it.gone(request.request_id))
+        self._ask_waiting(lambda it: it.gone(request.request_id), None)
         return super().request_finished_all_groups(request, block_ids)  # type: ignore[misc]
 
     # --- steps of the above
 
-    def _arrived(self, waiting: Waiting, request: Any) -> None:
-        hashes, device = request.block_hashes, self._device
-        found = 0 if device is None else device.found_tokens(hashes)
-        waiting.arrived(request.request_id, hashes, found)
+    def _bind(self, waiting: Waiting, pool: Any) -> None:
+        self._step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
+        waiting.hashes_max = max(_HASHES_MIN, _HASHES_PER_BLOCK * pool.num_gpu_blocks)
+        self._device = DeviceCache(pool, self.connector_scheduler.config.kv_group_configs)
 
-    def _keep(self, needed_tokens: float) -> None:
+    def _found_on_device(self, waiting: Waiting, request_id: str) -> int:
         device = self._device
-        if self.waiting and device is not None:
-            self._ask_waiting(lambda it: device.spare(it, needed_tokens))
+        return 0 if device is None else device.found_tokens(waiting.hashes(request_id))
 
-    def _ask_waiting(self, ask: Callable[[Waiting], None]) -> None:
-        """A bug here must not end the engine: vLLM's order of eviction stays as it is from then."""
+    def _before_blocks_are_taken(self, tokens: float) -> None:
+        device = self._device
+        if self._reorders and self.waiting and device is not None:
+            self._ask_waiting(lambda it: device.evict_waiting_last(it, tokens), None)
+
+    def _ask_waiting(self, ask: Callable[[Waiting], Answer], otherwise: Answer) -> Answer:
+        """What reads vLLM's state may fail; that must not end the engine. Then vLLM's order of
+        eviction stays as it is, and what its caches have is not known to the planner.
+        """
         if self.waiting is not None:
             try:
-                ask(self.waiting)
+                return ask(self.waiting)
             except Exception:
                 self.waiting = self._device = None
                 logger.exception("kvdisk: this is a bug, please report it; requests go on.")
+        return otherwise

@@ -202,7 +202,7 @@ class Setting:
     prompt_chunks: int = 8
     seats: int = 8
     step_tokens: int = 128
-    keep_waiting: bool = True
+    evict_waiting_last: bool = True
 
     def __str__(self) -> str:
         return f"{self.kinds}-{self.blocks_per_chunk}-{self.ram_rows}-{self.mode}"
@@ -322,7 +322,7 @@ class Engine:
                     "ring": "1MiB",
                     "weights": "none",
                     "partial_loads": setting.mode,
-                    "keep_waiting": setting.keep_waiting,
+                    "evict_waiting_last": setting.evict_waiting_last,
                 }
             ],
         }
@@ -356,10 +356,15 @@ class Engine:
     # --- what happens
 
     def ask(self, prefix: int, tokens: int, answer_tokens: int, name: str | None = None) -> Request:
-        self.count += 1
         prompt = [3 + (prefix * 131 + i * 7) % 900 for i in range(tokens)]
         own = self.chance.randrange(tokens) if self.chance.random() < 0.5 else 0
         prompt[tokens - own :] = [3 + self.chance.randrange(900) for _ in range(own)]
+        return self.ask_for(prompt, answer_tokens, name)
+
+    def ask_for(
+        self, prompt: list[int], answer_tokens: int = 1, name: str | None = None
+    ) -> Request:
+        self.count += 1
         params = SamplingParams(max_tokens=answer_tokens)
         params.update_from_generation_config({}, END_TOKEN)
         request = Request(
@@ -379,8 +384,9 @@ class Engine:
 
     def reset(self) -> None:
         """As after an update of the weights: all that is cached is void."""
-        loading = RequestStatus.WAITING_FOR_REMOTE_KVS  # these vLLM does not preempt
-        preempt = all(request.status != loading for request in self.requests.values())
+        # What is loaded, or has been and waits for room for the rest, vLLM does not preempt.
+        others = [each for each in self.requests.values() if each not in self.scheduler.running]
+        preempt = all(request.num_computed_tokens == 0 for request in others)
         self.scheduler.reset_prefix_cache(reset_running_requests=preempt, reset_connector=True)
 
     def step(self, moves_end: float = 0.5, seconds: float = 0.02) -> None:
@@ -426,7 +432,10 @@ class Engine:
         self.tier._tier.check()
         planner = self.ours.planner
         assert planner is not None, "it raised"
-        assert (self.ours.waiting is not None) is self.setting.keep_waiting
+        assert self.ours.waiting is not None, "it raised"
+        for running in self.scheduler.running:
+            assert running.request_id not in self.ours.waiting
+        assert len(self.ours.waiting) <= len(self.requests)
         for request in planner._requests.values():
             assert 0 <= request.promised <= request.to_load
             assert request.to_compute >= 0

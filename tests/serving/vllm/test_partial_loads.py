@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
-from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, get_offload_block_hash
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvdisk.load_plan import LoadPlanner
@@ -21,6 +21,7 @@ from kvdisk.serving.vllm.connector import KVDiskConnector
 from kvdisk.serving.vllm.partial_loads import PartialLoads
 from kvdisk.serving.vllm.secondary_tier import KVDiskTier
 from kvdisk.serving.vllm.tiering_connector import KVDiskTieringConnector
+from kvdisk.serving.vllm.waiting import Waiting
 from tests.serving.vllm.chunks import broken, key, secondary_tier
 
 pytestmark = pytest.mark.quick
@@ -77,7 +78,9 @@ def connector(planner: LoadPlanner | None) -> Any:
     return made
 
 
-REQUEST = SimpleNamespace(request_id="one", num_tokens=TOKENS, block_hashes=[b"first"])
+REQUEST = SimpleNamespace(
+    request_id="one", num_tokens=TOKENS, block_hashes=[b"first"], skip_reading_prefix_cache=False
+)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +112,8 @@ class RamTier:
     What it has is in ``chunks``, the oldest first, which goes when there are too many.
     """
 
+    _policy = None  # none of vLLM's
+
     def __init__(self, tier: KVDiskTier) -> None:
         self.tier = tier
         self.chunks: list[int] = []
@@ -118,10 +123,9 @@ class RamTier:
         self.keys = [key(number) for number in range(CHUNKS)]
         for number in range(CHUNKS):
             self.context.set_offload_key_position(key(number), (1 + number) * CHUNK)
-        groups = [SimpleNamespace(offload_keys=self.keys)]
-        status = SimpleNamespace(group_states=groups, req_context=self.context)
-        status.update_offload_keys = lambda: None
-        self._req_status = {"one": status}
+        self._req_status = {"one": SimpleNamespace(req_context=self.context)}
+        group = SimpleNamespace(tokens_per_chunk=CHUNK, hashes_per_chunk=1, group_idx=0)
+        self.config = SimpleNamespace(kv_group_configs=[group])
         self.manager = SimpleNamespace(primary_tier=self)
 
     def touch(self, keys: list[Any], context: ReqContext) -> None:
@@ -227,7 +231,11 @@ def test_what_both_tiers_give_is_not_computed(tmp_path: Path) -> None:
     made._tier.shutdown()
 
 
-LONG = SimpleNamespace(request_id="one", num_tokens=CHUNKS * CHUNK + 5)
+LONG = SimpleNamespace(
+    request_id="one",
+    num_tokens=CHUNKS * CHUNK + 5,
+    block_hashes=[get_offload_block_hash(key(number)) for number in range(CHUNKS)],
+)
 
 
 def tiering_connector(planner: LoadPlanner, directory: Path) -> tuple[Any, RamTier]:
@@ -236,6 +244,7 @@ def tiering_connector(planner: LoadPlanner, directory: Path) -> tuple[Any, RamTi
     rows = np.zeros((4 * CHUNKS, 4096), np.uint8)
     made.planner, made._tier = planner, secondary_tier(directory, rows)
     made.connector_scheduler = RamTier(made._tier)
+    made.waiting, made._touch_again_at, made._rows_changed = Waiting(), 0, 0
     return made, made.connector_scheduler
 
 
@@ -284,7 +293,7 @@ def test_each_of_vllms_calls_reaches_vllm_too(works: bool, monkeypatch: pytest.M
     rates = iter([None, 1000.0])
     made.plan_loads(
         SimpleNamespace(  # type: ignore[arg-type]
-            partial_loads="on", load_deadline_ns=2 * 10**9, keep_waiting=True
+            partial_loads="on", load_deadline_ns=2 * 10**9, evict_waiting_last=True
         ),
         1.0,
         lambda: next(rates),

@@ -7,36 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
+
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
-    get_block_hash,
-    make_block_hash_with_group_id,
-)
+from vllm.v1.core.kv_cache_utils import BlockHash, get_block_hash
+from vllm.v1.kv_offload.base import make_offload_key
 
 from kvdisk.serving.vllm.waiting import DeviceCache, Waiting
 from tests.serving.vllm.below_ram import BLOCK_TOKENS, Engine, Setting, engine_of
 from tests.serving.vllm.chunks import broken
+from tests.serving.vllm.pools import cache, group, hashes, pool_of
 
 pytestmark = pytest.mark.quick
-
-
-def hashes(name: str, count: int) -> list[bytes]:
-    return [f"{name}{number}".encode().ljust(32, b".") for number in range(count)]
-
-
-def pool_of(*prompts: list[bytes]) -> tuple[BlockPool, DeviceCache]:
-    """A device's cache that is full of these prompts, the first of them used longest ago."""
-    count = sum(map(len, prompts))
-    pool = BlockPool(count + 1, enable_caching=True, hash_block_size=BLOCK_TOKENS)
-    taken = pool.get_new_blocks(count)
-    for prompt in prompts:
-        blocks, taken = taken[: len(prompt)], taken[len(prompt) :]
-        for block_hash, block in zip(prompt, blocks, strict=True):
-            key = make_block_hash_with_group_id(BlockHash(block_hash), 0)
-            pool._insert_block_hash(key, block, None)
-        pool.free_blocks(reversed(blocks))
-    return pool, DeviceCache(pool, [BLOCK_TOKENS], BLOCK_TOKENS)
 
 
 def next_evicted(pool: BlockPool) -> list[str]:
@@ -47,68 +30,142 @@ def next_evicted(pool: BlockPool) -> list[str]:
     return [get_block_hash(block.block_hash).rstrip(b".").decode() for block in free]
 
 
+def waiting_for(**prompts: list[bytes]) -> Waiting:
+    waiting = Waiting()
+    for name, prompt in prompts.items():
+        waiting.arrived(name, prompt)
+    return waiting
+
+
 def test_what_nobody_waits_for_goes_first() -> None:
     first, second, third = hashes("a", 2), hashes("b", 2), hashes("c", 2)
     pool, device = pool_of(first, second, third)
-    waiting = Waiting()
-    waiting.arrived("one", first, 0)
-    waiting.arrived("two", third, 0)
-    device.spare(waiting, BLOCK_TOKENS)
+    device.evict_waiting_last(waiting_for(one=first, two=third), BLOCK_TOKENS)
     assert next_evicted(pool) == ["b1", "b0", "c1", "c0", "a1", "a0"]
 
 
-def test_where_all_is_wanted_the_last_to_come_is_the_first_to_lose() -> None:
-    prompts = [hashes(name, 2) for name in "abc"]
-    pool, device = pool_of(*prompts)
-    waiting = Waiting()
-    for prompt in prompts:
-        waiting.arrived(str(prompt[0]), prompt, 0)
-    for _ in range(2):
-        device.spare(waiting, 99 * BLOCK_TOKENS)
-        assert next_evicted(pool) == ["c1", "c0", "b1", "b0", "a1", "a0"]
+def test_where_all_is_wanted_the_last_to_come_is_the_first_to_lose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts = {name: hashes(name, 2) for name in "abc"}
+    pool, device = pool_of(*prompts.values())
+    waiting = waiting_for(**prompts)
+    device.evict_waiting_last(waiting, 99 * BLOCK_TOKENS)
+    assert next_evicted(pool) == ["c1", "c0", "b1", "b0", "a1", "a0"]
+    monkeypatch.setattr(device, "_move", broken)
+    device.evict_waiting_last(waiting, 99 * BLOCK_TOKENS)  # nothing is moved for nothing
 
 
 def test_what_is_given_back_meanwhile_goes_first_although_it_was_used_last() -> None:
-    prompts = [hashes(name, 2) for name in "abc"]
-    pool, device = pool_of(*prompts)
-    waiting = Waiting()
-    for name, prompt in zip("abc", prompts, strict=True):
-        waiting.arrived(name, prompt, 0)
-    device.spare(waiting, 2 * BLOCK_TOKENS)
+    prompts = {name: hashes(name, 2) for name in "abc"}
+    pool, device = pool_of(*prompts.values())
+    waiting = waiting_for(**prompts)
+    device.evict_waiting_last(waiting, 2 * BLOCK_TOKENS)
     waiting.gone("a")  # vLLM begins with it, and ends it
-    blocks = [pool.get_cached_block(BlockHash(each), [0])[0] for each in prompts[0]]
+    blocks = [pool.get_cached_block(BlockHash(each), [0])[0] for each in prompts["a"]]
     pool.touch(blocks)
     pool.free_blocks(reversed(blocks))
-    device.spare(waiting, 4 * BLOCK_TOKENS)
+    device.evict_waiting_last(waiting, 3 * BLOCK_TOKENS)
     assert next_evicted(pool) == ["a1", "a0", "c1", "c0", "b1", "b0"]
 
 
 def test_vllms_order_stays_where_nothing_that_is_wanted_would_be_taken() -> None:
     prompts = [hashes(name, 2) for name in "abc"]
     pool, device = pool_of(*prompts)
-    waiting = Waiting()
-    waiting.arrived("three", prompts[2], 0)
     before = next_evicted(pool)
-    device.spare(waiting, 2 * BLOCK_TOKENS)
+    device.evict_waiting_last(waiting_for(three=prompts[2]), 2 * BLOCK_TOKENS)
     assert next_evicted(pool) == before
+
+
+@pytest.mark.parametrize("place", ["head", "middle", "tail"])
+def test_a_queue_longer_than_is_looked_at(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody waits for is found after some calls, each of which looks at a part alone."""
+    monkeypatch.setattr("kvdisk.serving.vllm.waiting._WINDOW_BLOCKS", 8)
+    wanted = {name: hashes(name, 6) for name in "abcdef"}
+    prompts = [*wanted.values()]
+    prompts.insert({"head": 0, "middle": 3, "tail": 6}[place], hashes("x", 6))
+    pool, device = pool_of(*prompts)
+    waiting = waiting_for(**wanted)
+    for _ in range(4):
+        device.evict_waiting_last(waiting, 4 * BLOCK_TOKENS)
+    assert {each[0] for each in next_evicted(pool)[:5]} == {"x"}
+    assert len(next_evicted(pool)) == 7 * 6
+
+
+def test_a_long_queue_of_which_all_is_wanted_comes_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdisk.serving.vllm.waiting._WINDOW_BLOCKS", 8)
+    wanted = {name: hashes(name, 6) for name in "abcdef"}
+    pool, device = pool_of(*wanted.values())
+    waiting = waiting_for(**wanted)
+    for _ in range(9):
+        device.evict_waiting_last(waiting, 3 * BLOCK_TOKENS)
+    assert {each[0] for each in next_evicted(pool)[:4]} == {"f"}
+    monkeypatch.setattr(device, "_move", broken)
+    device.evict_waiting_last(waiting, 3 * BLOCK_TOKENS)
+
+
+def test_however_many_requests_begin_in_a_step_no_more_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvdisk.serving.vllm.waiting._STEP_BLOCKS", 20)
+    wanted = {name: hashes(name, 6) for name in "abc"}
+    _, device = pool_of(*wanted.values())
+    waiting = waiting_for(**wanted)
+    looked: list[bytes] = []
+    turn = waiting.turn
+    monkeypatch.setattr(waiting, "turn", lambda each: looked.append(each) or turn(each))
+    monkeypatch.setattr(device, "_last_wanted", lambda *_: [])
+    for _ in range(2):
+        device.step_ended()
+        for _ in range(50):
+            device.evict_waiting_last(waiting, BLOCK_TOKENS)
+    assert len(looked) == 2 * 20
+
+
+def test_of_what_came_last_the_tail_goes_first_wherever_it_lies() -> None:
+    first, last = hashes("a", 3), hashes("b", 6)
+    pool, device = pool_of(last, first)
+    heads = [pool.get_cached_block(BlockHash(each), [0])[0] for each in last[:3]]
+    pool.touch(heads)
+    pool.free_blocks(reversed(heads))
+    assert next_evicted(pool) == ["b5", "b4", "b3", "a2", "a1", "a0", "b2", "b1", "b0"]
+    device.evict_waiting_last(waiting_for(one=first, two=last), 4 * BLOCK_TOKENS)
+    assert next_evicted(pool) == ["b5", "b4", "b3", "b2", "b1", "a2", "a1", "a0", "b0"]
 
 
 def test_what_two_wait_for_is_kept_until_both_have_it() -> None:
     shared = hashes("s", 3)
-    waiting = Waiting()
-    waiting.arrived("one", shared, 16)
-    waiting.arrived("two", shared[:2], 0)
+    waiting = waiting_for(one=shared, two=shared[:2])
     assert [waiting.turn(each) for each in shared] == [1, 1, 1]
-    assert (waiting.on_device("one"), waiting.on_device("two")) == (16, 0)
     waiting.gone("one")
-    assert [waiting.turn(each) for each in shared] == [1, 1, None]
-    waiting.arrived("two", shared, 0)  # the same once more: it counts once
+    assert [waiting.turn(each) for each in shared] == [1, 1, 0]
+    waiting.arrived("two", shared)  # the same once more: it counts once
     waiting.gone("two")
     waiting.gone("unknown")
-    assert [waiting.turn(each) for each in shared] == [None, None, None]
-    assert not waiting
-    assert not waiting._wanted
-    assert not waiting._turn
+    assert [waiting.turn(each) for each in shared] == [0, 0, 0]
+    assert not any([waiting, waiting._wanted, waiting._turn, waiting._counted, waiting._later])
+    assert not waiting._turn_of
+
+
+def test_of_a_long_queue_the_first_are_known_and_the_others_in_their_turn() -> None:
+    prompts = {name: hashes(name, 4) for name in "abcd"}
+    waiting = Waiting(hashes_max=6)
+    for name, prompt in prompts.items():
+        waiting.arrived(name, prompt)
+    assert [bool(waiting.turn(prompt[0])) for prompt in prompts.values()] == [1, 1, 0, 0]
+    waiting.gone("a")
+    assert [bool(waiting.turn(prompt[0])) for prompt in prompts.values()] == [0, 1, 1, 0]
+    assert waiting.turn(prompts["b"][0]) < waiting.turn(prompts["c"][0])
+    assert list(waiting) == ["b", "c", "d"]
+
+
+def test_a_list_of_hashes_that_grows_is_forgotten_as_it_was_counted() -> None:
+    """Of a session that waits for more of its prompt."""
+    prompt = hashes("a", 2)
+    waiting = waiting_for(one=prompt)
+    prompt += hashes("b", 2)
+    waiting.gone("one")
+    assert not any([waiting, waiting._wanted, waiting._turn])
 
 
 def test_how_much_of_a_prompt_the_device_has() -> None:
@@ -119,6 +176,21 @@ def test_how_much_of_a_prompt_the_device_has() -> None:
     assert device.free_tokens == 2 * BLOCK_TOKENS
     pool.get_new_blocks(1)
     assert device.found_tokens(prompt) == BLOCK_TOKENS  # its tail goes first
+
+
+def test_how_much_where_a_block_has_several_hashes_and_a_window_keeps_tails() -> None:
+    prompt = hashes("a", 8)
+    window, whole = group(0, BLOCK_TOKENS, window=2), group(3, 2 * BLOCK_TOKENS)
+    pool, _ = pool_of()
+    for number in (1, 3, 5):
+        cache(pool, pool.get_new_blocks(1), [prompt[number]], group=3)
+    cache(pool, pool.get_new_blocks(1), [prompt[7]], group=0)
+    assert DeviceCache(pool, [window, whole]).found_tokens(prompt) == 6 * BLOCK_TOKENS
+    assert DeviceCache(pool, [window]).found_tokens(prompt) == 0
+    free = pool.get_num_free_blocks()
+    assert DeviceCache(pool, [window, whole]).free_tokens == pytest.approx(
+        free * BLOCK_TOKENS / 1.5
+    )
 
 
 # --- vLLM's scheduler above a RAM tier and a disk
@@ -159,7 +231,10 @@ def scan_twice(engine: Engine) -> int:
 def test_more_waits_than_the_device_holds(keep: bool, tmp_path: Path) -> None:
     """In the order in which it was computed: by LRU each pushes out what the next would find."""
     setting = Setting(
-        gpu_blocks=4 * CHUNKS + 4, ram_rows=16, step_tokens=CHUNKS * BLOCK_TOKENS, keep_waiting=keep
+        gpu_blocks=4 * CHUNKS + 4,
+        ram_rows=16,
+        step_tokens=CHUNKS * BLOCK_TOKENS,
+        evict_waiting_last=keep,
     )
     with engine_of(tmp_path, setting) as engine:
         found = scan_twice(engine)
@@ -167,12 +242,145 @@ def test_more_waits_than_the_device_holds(keep: bool, tmp_path: Path) -> None:
     assert keep or found == 0
 
 
+def in_ram(engine: Engine) -> dict[str, int]:
+    """How many chunks of each request's prompt the RAM tier has."""
+    ram = engine.manager.primary_tier
+    return {
+        name: sum(
+            ram._policy.get(make_offload_key(each, 0)) is not None for each in request.block_hashes
+        )
+        for name, request in engine.requests.items()
+    }
+
+
+@pytest.mark.parametrize("shared", [0, 1], ids=["apart", "one-system-prompt"])
+def test_the_ram_tier_gives_up_what_is_wanted_last(shared: int, tmp_path: Path) -> None:
+    """Also where the device has the first block of all of them."""
+    setting = Setting(ram_rows=5 * CHUNKS, step_tokens=CHUNKS * BLOCK_TOKENS)
+    with engine_of(tmp_path, setting) as engine:
+        engine.chance.random = lambda: 1.0  # type: ignore[method-assign]
+        prompts = [[3] * (shared * BLOCK_TOKENS) for _ in range(4)]
+        for prefix, prompt in enumerate(prompts):
+            prompt += [10 + prefix] * (CHUNKS * BLOCK_TOKENS - len(prompt))
+            engine.ask_for(prompt)
+            drain(engine)
+        engine.scheduler.kv_cache_manager.reset_prefix_cache()
+        if shared:
+            engine.ask_for([3] * BLOCK_TOKENS + [9])
+            drain(engine)
+        for prompt in prompts:
+            engine.ask_for(prompt)
+        engine.ours._touch_again_at = 0
+        engine.ours._ask_waiting(engine.ours._evict_waiting_last_from_ram, None)
+        engine.manager.primary_tier._policy.evict(CHUNKS, set())
+        left = list(in_ram(engine).values())
+        drain(engine)
+    assert left == [CHUNKS - shared] * 3 + [0]
+
+
+def test_the_ram_tier_is_touched_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for each request; and not where its policy learns from each use."""
+    setting = Setting(ram_rows=2 * CHUNKS, step_tokens=CHUNKS * BLOCK_TOKENS)
+    with engine_of(tmp_path, setting) as engine:
+        touched: list[int] = []
+
+        def remember(keys: list[Any], _: str) -> None:
+            if len(keys) > CHUNKS:  # of more than the one that is asked for
+                touched.append(len(keys))
+
+        monkeypatch.setattr(engine.ours, "_touch_in_ram", remember)
+        for number in range(40):
+            engine.ask(number % 3, CHUNKS * BLOCK_TOKENS, 1)
+        drain(engine)
+        assert 3 <= len(touched) <= 40 / 2
+        touched.clear()
+        monkeypatch.setattr("kvdisk.serving.vllm.tiering_connector.LRUCachePolicy", Waiting)
+        for number in range(40):
+            engine.ask(number % 3, CHUNKS * BLOCK_TOKENS, 1)
+        drain(engine)
+        assert not touched
+
+
+def test_what_was_evicted_meanwhile_is_work_again(tmp_path: Path) -> None:
+    setting = Setting(gpu_blocks=3 * CHUNKS, ram_rows=CHUNKS, step_tokens=CHUNKS * BLOCK_TOKENS)
+    with engine_of(tmp_path, setting) as engine:
+        engine.chance.random = lambda: 1.0  # type: ignore[method-assign]
+        tokens = CHUNKS * BLOCK_TOKENS
+        pool = engine.scheduler.kv_cache_manager.block_pool
+
+        def evict(request: Any, first: int) -> None:
+            hashes = request.block_hashes[first:]
+            pool.evict_blocks({pool.get_cached_block(each, [0])[0].block_id for each in hashes})
+
+        engine.ask(1, tokens, 1)
+        drain(engine)
+        engine.ask(2, tokens, 1)  # pushes the first out of the RAM tier
+        drain(engine)
+        evict(engine.ask(2, tokens, 1), 0)  # so that its hit is planned
+        last = engine.ask(1, tokens, 1)
+        planner = engine.ours.planner
+        assert planner._requests[last.request_id].to_compute == 0, "it is on the device"
+        evict(last, 5)
+        found: dict[str, int] = {}
+        engine.ours.planner.found = found.__setitem__
+        engine.step(moves_end=2.0)
+        drain(engine)
+    assert found[last.request_id] == 5 * BLOCK_TOKENS
+
+
+def test_the_next_step_of_one_that_runs_takes_nothing_that_is_wanted(tmp_path: Path) -> None:
+    """It is not asked for again before it takes its blocks."""
+    setting = Setting(gpu_blocks=4 * CHUNKS, ram_rows=CHUNKS, step_tokens=2 * BLOCK_TOKENS, seats=1)
+    with engine_of(tmp_path, setting) as engine:
+        engine.chance.random = lambda: 1.0  # type: ignore[method-assign]
+        for prefix in (1, 2, 3):
+            engine.ask(prefix, CHUNKS * BLOCK_TOKENS, 1)
+            drain(engine)
+        engine.ask(4, 2 * CHUNKS * BLOCK_TOKENS, 1)
+        engine.step(moves_end=2.0)
+        waits = engine.ask(1, CHUNKS * BLOCK_TOKENS, 1)
+        for _ in range(6):
+            engine.step(moves_end=2.0)
+            assert waits.request_id in engine.ours.waiting
+        found = engine.ours._device.found_tokens(waits.block_hashes)
+        drain(engine)
+    assert found == CHUNKS * BLOCK_TOKENS
+
+
+def test_room_is_what_is_free_beside_all_of_a_request(tmp_path: Path) -> None:
+    with engine_of(tmp_path, Setting(gpu_blocks=4 * CHUNKS + 1)) as engine:
+        told: list[float] = []
+        planner = engine.ours.planner
+        decide = planner.tokens_to_load
+
+        def remember(*arguments: Any, **options: Any) -> int:
+            told.append(options["room_tokens"])
+            return decide(*arguments, **options)
+
+        planner.tokens_to_load = remember
+        engine.ask(1, CHUNKS * BLOCK_TOKENS, 1)
+        drain(engine)
+    assert told == [3 * CHUNKS * BLOCK_TOKENS]
+
+
+@pytest.mark.parametrize(
+    "method", ["found_tokens", "free_tokens", "evict_waiting_last", "__init__"]
+)
 def test_a_bug_here_leaves_vllms_order_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    method: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    monkeypatch.setattr(DeviceCache, "spare", broken)
-    with engine_of(tmp_path, Setting(gpu_blocks=4 * CHUNKS + 4)) as engine:
+    failing = property(broken) if method == "free_tokens" else broken
+    monkeypatch.setattr(DeviceCache, method, failing)
+    setting = Setting(gpu_blocks=4 * CHUNKS + 4, evict_waiting_last=False)
+    if method == "evict_waiting_last":
+        setting.evict_waiting_last = True
+    with engine_of(tmp_path, setting) as engine:
         scan_twice(engine)
         ours: Any = engine.ours
         assert ours.waiting is None
