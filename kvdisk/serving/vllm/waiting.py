@@ -44,8 +44,8 @@ class Waiting:
     def __init__(self, hashes_max: int = _HASHES_MIN) -> None:
         self.hashes_max = hashes_max
         self._hashes: dict[str, Sequence[bytes]] = {}
-        self._counted: dict[str, Sequence[bytes]] = {}  # and remembered in the next two
-        self._later: dict[str, None] = {}
+        self._later: dict[str, None] = {}  # of whom nothing is counted yet
+        self._counted: dict[str, Sequence[bytes]] = {}  # of the others, what is
         self._turns = 0
         self._turn_of: dict[str, int] = {}
         self._turn: dict[bytes, int] = {}  # of the first that has wanted it
@@ -126,17 +126,6 @@ class DeviceCache:
         found = count_first(len(ends), lambda i: self._get(ends[i]))
         return found * self._block_tokens
 
-    def _ends(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
-        """The hashes of a prompt's blocks, where a block has more than one of them."""
-        if self._group is None:
-            return ()
-        step = self._block_tokens // self._pool.hash_block_size
-        return hashes[step - 1 :: step]
-
-    def _get(self, block_hash: bytes) -> Any:
-        blocks = self._pool.get_cached_block(block_hash, [self._group])
-        return blocks and blocks[0]
-
     def evict_waiting_last(self, waiting: Waiting, needed_tokens: float) -> None:
         """Before blocks are taken for so many tokens: those that nobody waits for first, used
         longest ago; then, of what is wanted, what came last. As far as the windows show them.
@@ -169,6 +158,19 @@ class DeviceCache:
         """So much may be looked at again."""
         self._blocks_left = _STEP_BLOCKS
 
+    # --- steps of the above
+
+    def _ends(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """The hashes of a prompt's blocks, where a block has more than one of them."""
+        if self._group is None:
+            return ()
+        step = self._block_tokens // self._pool.hash_block_size
+        return hashes[step - 1 :: step]
+
+    def _get(self, block_hash: bytes) -> Any:
+        blocks = self._pool.get_cached_block(block_hash, [self._group])
+        return blocks and blocks[0]
+
     def _window(
         self, waiting: Waiting, needed: int, *, forward: bool
     ) -> tuple[list[tuple[int, Any]], bool]:
@@ -193,16 +195,16 @@ class DeviceCache:
 
     def _last_wanted(self, waiting: Waiting, needed: int) -> list[Any]:
         """Free blocks of those that came last, of each its tail first."""
-        found: list[Any] = []
+        found: dict[int, Any] = {}  # by their ids: none twice
         for request_id, turn in islice(waiting.last_first(), _LAST_REQUESTS):
             blocks = self._blocks(waiting.hashes(request_id), needed - len(found))
             self._blocks_left -= len(blocks) + 1
             for block in reversed(blocks):
                 if block.ref_cnt == 0 and waiting.turn(get_block_hash(block.block_hash)) == turn:
-                    found.append(block)
+                    found[block.block_id] = block
             if len(found) >= needed:
                 break
-        return found
+        return [*found.values()]
 
     def _blocks(self, hashes: Sequence[bytes], count: int) -> list[Any]:
         """The last of those of a prompt's first blocks that are there, in the prompt's order."""
