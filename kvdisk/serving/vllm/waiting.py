@@ -103,9 +103,10 @@ class Waiting:
 class DeviceCache:
     """vLLM's pool of blocks on the device, as far as it is asked for here."""
 
-    def __init__(self, pool: Any, groups: Sequence[Any]) -> None:
+    def __init__(self, pool: Any, groups: Sequence[Any], *, served_as_they_come: bool) -> None:
         """``groups``: vLLM's offloading connector's, one for each KV cache group."""
         self._pool = pool
+        self._served_as_they_come = served_as_they_come
         self._blocks_per_token = sum(1 / group.tokens_per_block for group in groups)
         # A window keeps a prompt's tail alone, so it says nothing of its head.
         whole = (group for group in groups if group.sliding_window_size_in_chunks is None)
@@ -128,7 +129,8 @@ class DeviceCache:
 
     def evict_waiting_last(self, waiting: Waiting, needed_tokens: float) -> None:
         """Before blocks are taken for so many tokens: those that nobody waits for first, used
-        longest ago; then, of what is wanted, what came last. As far as the windows show them.
+        longest ago, as far as the windows show them; then, of what is wanted, what came last, or
+        if that may be served first, what vLLM would take.
         """
         if self._blocks_left <= 0:
             return
@@ -150,7 +152,8 @@ class DeviceCache:
                 self._rotated += len(head)  # what nobody waits for may lie between the two
                 self._move([block for _, block in head], queue.append_n)
                 return
-        first += self._last_wanted(waiting, needed - len(first))
+        if self._served_as_they_come:
+            first += self._last_wanted(waiting, needed - len(first))
         if any(block is not at for (_, at), block in zip(head, first, strict=False)):
             self._move(first, queue.prepend_n)
 
@@ -294,9 +297,14 @@ class KeepWaiting:
     # --- steps of the above
 
     def _bind(self, waiting: Waiting, pool: Any) -> None:
-        self._step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
+        scheduling = self._vllm_config.scheduler_config
+        self._step_tokens = scheduling.max_num_batched_tokens
         waiting.hashes_max = max(_HASHES_MIN, _HASHES_PER_BLOCK * pool.num_gpu_blocks)
-        self._device = DeviceCache(pool, self.connector_scheduler.config.kv_group_configs)
+        self._device = DeviceCache(
+            pool,
+            self.connector_scheduler.config.kv_group_configs,
+            served_as_they_come=scheduling.policy == "fcfs",
+        )
 
     def _found_on_device(self, waiting: Waiting, request_id: str) -> int:
         device = self._device

@@ -38,4 +38,4 @@ def pool_of(*prompts: list[bytes]) -> tuple[BlockPool, DeviceCache]:
         blocks, taken = taken[: len(prompt)], taken[len(prompt) :]
         cache(pool, blocks, prompt)
         pool.free_blocks(reversed(blocks))
-    return pool, DeviceCache(pool, [group(0, BLOCK_TOKENS)])
+    return pool, DeviceCache(pool, [group(0, BLOCK_TOKENS)], served_as_they_come=True)

@@ -56,6 +56,15 @@ def test_where_all_is_wanted_the_last_to_come_is_the_first_to_lose(
     device.evict_waiting_last(waiting, 99 * BLOCK_TOKENS)  # nothing is moved for nothing
 
 
+def test_where_the_last_may_be_served_first_vllms_order_stays_among_them() -> None:
+    prompts = {name: hashes(name, 2) for name in "abcd"}
+    pool, _ = pool_of(*prompts.values())
+    device = DeviceCache(pool, [group(0, BLOCK_TOKENS)], served_as_they_come=False)
+    del prompts["c"]
+    device.evict_waiting_last(waiting_for(**prompts), 99 * BLOCK_TOKENS)
+    assert next_evicted(pool) == ["c1", "c0", "a1", "a0", "b1", "b0", "d1", "d0"]
+
+
 def test_what_is_given_back_meanwhile_goes_first_although_it_was_used_last() -> None:
     prompts = {name: hashes(name, 2) for name in "abc"}
     pool, device = pool_of(*prompts.values())
@@ -185,12 +194,11 @@ def test_how_much_where_a_block_has_several_hashes_and_a_window_keeps_tails() ->
     for number in (1, 3, 5):
         cache(pool, pool.get_new_blocks(1), [prompt[number]], group=3)
     cache(pool, pool.get_new_blocks(1), [prompt[7]], group=0)
-    assert DeviceCache(pool, [window, whole]).found_tokens(prompt) == 6 * BLOCK_TOKENS
-    assert DeviceCache(pool, [window]).found_tokens(prompt) == 0
+    both = DeviceCache(pool, [window, whole], served_as_they_come=True)
+    assert both.found_tokens(prompt) == 6 * BLOCK_TOKENS
+    assert DeviceCache(pool, [window], served_as_they_come=True).found_tokens(prompt) == 0
     free = pool.get_num_free_blocks()
-    assert DeviceCache(pool, [window, whole]).free_tokens == pytest.approx(
-        free * BLOCK_TOKENS / 1.5
-    )
+    assert both.free_tokens == pytest.approx(free * BLOCK_TOKENS / 1.5)
 
 
 # --- vLLM's scheduler above a RAM tier and a disk
