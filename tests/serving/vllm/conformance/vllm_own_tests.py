@@ -198,7 +198,9 @@ def _replace_connector() -> None:
         self.manager.take_clears = list
         self.manager.apply = lambda reports: None
         self.manager.scheduler = SimpleNamespace(load_rate=lambda: None)
-        self.tier_config = SimpleNamespace(partial_loads="off", load_deadline_ns=10**9)
+        self.tier_config = SimpleNamespace(
+            partial_loads="off", load_deadline_ns=10**9, evict_waiting_last=True
+        )
         self.token_bytes = 1.0
 
     own.MockOffloadingSpec.__init__ = make_complete_spec
