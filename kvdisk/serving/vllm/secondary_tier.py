@@ -48,10 +48,7 @@ from kvdisk.serving.vllm.identity import (
 )
 from kvdisk.serving.vllm.metrics import counters_since, metric_definitions
 from kvdisk.serving.vllm.partial_loads import PartialLoads
-from kvdisk.serving.vllm.spec import (
-    keep_nothing_if,
-    share_of_replica,
-)
+from kvdisk.serving.vllm.spec import keep_nothing_if, share_of_replica
 from kvdisk.tier import opening_line
 
 _UNKNOWN_CONTENT: Final = (

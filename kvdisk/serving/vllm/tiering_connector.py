@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain, islice
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -18,12 +19,13 @@ from kvdisk.serving.vllm.allowances import Parts
 from kvdisk.serving.vllm.partial_loads import PartialLoads
 from kvdisk.serving.vllm.secondary_tier import KVDiskTier, engine_config
 from kvdisk.serving.vllm.spec import require_flush_before_zeroing
-from kvdisk.serving.vllm.waiting import Waiting, count_first
+from kvdisk.serving.vllm.waiting import Waiting, count_first, group_of_heads
 
 # What waits is touched again when rows have come, begun or been moved: a change for so many.
 _TOUCHES_PER_CHANGE: Final = 4
 _TOUCHED_LEAST: Final = 256
 _TOUCHED_MAX: Final = 8192  # at a time: ten milliseconds
+_TOUCHES_PER_REQUEST: Final = 8  # as much as looking one up takes, were it never so short
 
 
 class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
@@ -106,9 +108,7 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
         return sum(hashes // group.hashes_per_chunk for group in self._groups)
 
     def _found_in_ram(self, waiting: Waiting, request_id: str, on_device: int) -> int:
-        """A window keeps a prompt's tail alone: then another group must say how much is there."""
-        whole = (group for group in self._groups if group.sliding_window_size_in_chunks is None)
-        group = next(whole, None)
+        group = group_of_heads(self._groups)
         if group is None:
             return on_device
         half = self.connector_scheduler
@@ -138,17 +138,22 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
         if not (self._reorders and due and isinstance(policy, LRUCachePolicy)):
             return
         keys: list[OffloadKey] = []
-        heads: list[OffloadKey] = []
+        heads: list[list[OffloadKey]] = []  # what the device has, request by request
+        count = 0
+        most = min(_TOUCHED_MAX, self._tier.rows)
         request_id = None
-        for request_id in waiting:
+        for request_id in islice(waiting, _TOUCHED_MAX // _TOUCHES_PER_REQUEST):
             hashes, found = waiting.hashes(request_id), self._found_on_device(waiting, request_id)
-            keys += self._keys(hashes, found)
-            heads = self._keys(hashes, 0, found) + heads
-            if len(keys) + len(heads) >= min(_TOUCHED_MAX, self._tier.rows):
+            rest = self._keys(hashes, found)
+            keys += rest
+            heads.append(self._keys(hashes, 0, found))
+            count += len(rest) + len(heads[-1])
+            if count >= most:
                 break
+        keys += chain.from_iterable(reversed(heads))
         if request_id:
-            self._touch_in_ram(keys + heads, request_id)
-        between = max(len(keys) + len(heads), self._tier.rows // 2, _TOUCHED_LEAST)
+            self._touch_in_ram(keys, request_id)
+        between = max(count, self._tier.rows // 2, _TOUCHED_LEAST)
         self._touch_again_at = changed + between // _TOUCHES_PER_CHANGE
 
     def _keys(

@@ -35,6 +35,11 @@ def count_first(count: int, there: Callable[[int], object]) -> int:
     return bisect_left(range(count), True, key=lambda number: not there(number))
 
 
+def group_of_heads(groups: Sequence[Any]) -> Any:
+    """A KV cache group that says how much of a prompt's head is there: a window keeps its tail."""
+    return next((each for each in groups if each.sliding_window_size_in_chunks is None), None)
+
+
 class Waiting:
     """Requests that vLLM has not begun with, in the order in which they came.
 
@@ -108,9 +113,7 @@ class DeviceCache:
         self._pool = pool
         self._served_as_they_come = served_as_they_come
         self._blocks_per_token = sum(1 / group.tokens_per_block for group in groups)
-        # A window keeps a prompt's tail alone, so it says nothing of its head.
-        whole = (group for group in groups if group.sliding_window_size_in_chunks is None)
-        group = next(whole, None)
+        group = group_of_heads(groups)
         self._group: int | None = None if group is None else group.group_idx
         self._block_tokens: int = 0 if group is None else group.tokens_per_block
         self._rotated = 0  # blocks, since enough were seen that nobody waits for
