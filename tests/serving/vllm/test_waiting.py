@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, get_block_hash
 from vllm.v1.kv_offload.base import make_offload_key
+from vllm.v1.request import Request
 
 from kvdisk.serving.vllm.waiting import DeviceCache, Waiting
 from tests.serving.vllm.below_ram import BLOCK_TOKENS, Engine, Setting, engine_of
@@ -309,6 +310,37 @@ def test_the_ram_tier_is_touched_now_and_then(
             engine.ask(number % 3, CHUNKS * BLOCK_TOKENS, 1)
         drain(engine)
         assert not touched
+
+
+def test_of_very_many_short_requests_a_part_is_looked_up(tmp_path: Path) -> None:
+    with engine_of(tmp_path, Setting(step_tokens=BLOCK_TOKENS, seats=1)) as engine:
+        for number in range(1200):
+            engine.ask_for([3 + number % 900] * 3)  # shorter than a block
+        looked: list[str] = []
+        engine.ours._found_on_device = lambda _, request_id: looked.append(request_id) or 0
+        engine.ours._touch_again_at = 0
+        engine.ours._ask_waiting(engine.ours._evict_waiting_last_from_ram, None)
+        assert len(looked) == 1024
+        assert engine.ours.waiting is not None
+
+
+def test_one_that_may_not_read_the_cache_wants_nothing_of_it(tmp_path: Path) -> None:
+    tokens = CHUNKS * BLOCK_TOKENS
+    with engine_of(tmp_path, Setting()) as engine:
+        engine.ask_for([7] * tokens)
+        drain(engine)
+        ask = Request.__init__
+
+        def deaf(self: Request, *arguments: Any, **options: Any) -> None:
+            ask(self, *arguments, **options)
+            self.skip_reading_prefix_cache = True
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Request, "__init__", deaf)
+            request = engine.ask_for([7] * tokens)
+        assert engine.ours.waiting.turn(request.block_hashes[0]) == 0
+        assert engine.ours.planner._requests[request.request_id].to_compute == tokens
+        drain(engine)
 
 
 def test_what_was_evicted_meanwhile_is_work_again(tmp_path: Path) -> None:
