@@ -50,10 +50,9 @@ class Waiting:
         self.hashes_max = hashes_max
         self._hashes: dict[str, Sequence[bytes]] = {}
         self._later: dict[str, None] = {}  # of whom nothing is counted yet
-        self._counted: dict[str, Sequence[bytes]] = {}  # of the others, what is
+        self._counted: dict[str, tuple[int, Sequence[bytes]]] = {}  # first turn, what is wanted
         self._turns = 0
-        self._turn_of: dict[str, int] = {}
-        self._turn: dict[bytes, int] = {}  # of the first that has wanted it
+        self._turn: dict[bytes, int] = {}  # as of the first that has wanted it
         self._wanted: dict[bytes, int] = {}  # by how many of them
 
     def arrived(self, request_id: str, hashes: Sequence[bytes]) -> None:
@@ -67,21 +66,22 @@ class Waiting:
         """vLLM has begun with it, or it has ended."""
         self._hashes.pop(request_id, None)
         self._later.pop(request_id, None)
-        self._turn_of.pop(request_id, None)
-        for block_hash in self._counted.pop(request_id, ()):
+        _, counted = self._counted.pop(request_id, (0, ()))
+        for block_hash in counted:
             self._wanted[block_hash] -= 1
             if not self._wanted[block_hash]:
                 del self._wanted[block_hash], self._turn[block_hash]
         self._count_more()
 
     def turn(self, block_hash: bytes) -> int:
-        """The greater, the longer until a block is needed; 0: by nobody who is known to wait."""
+        """The greater, the longer until a block is needed, and behind all that come before it in
+        its prompt; 0: by nobody who is known to wait.
+        """
         return self._turn.get(block_hash, 0)
 
-    def last_first(self) -> Iterator[tuple[str, int]]:
-        """Those of whom it is known what they want, each with its turn."""
-        for request_id in reversed(self._counted):
-            yield request_id, self._turn_of[request_id]
+    def last_first(self) -> Iterator[tuple[int, Sequence[bytes]]]:
+        """Of whom it is known what is wanted: its first turn, and that."""
+        yield from reversed(self._counted.values())
 
     def hashes(self, request_id: str) -> Sequence[bytes]:
         return self._hashes.get(request_id, ())
@@ -97,10 +97,9 @@ class Waiting:
             request_id = next(iter(self._later))
             del self._later[request_id]
             hashes = tuple(self._hashes[request_id])
-            self._counted[request_id] = hashes
-            self._turns += 1
-            self._turn_of[request_id] = self._turns
+            self._counted[request_id] = self._turns + 1, hashes
             for block_hash in hashes:
+                self._turns += 1
                 self._turn.setdefault(block_hash, self._turns)
                 self._wanted[block_hash] = self._wanted.get(block_hash, 0) + 1
 
@@ -116,7 +115,8 @@ class DeviceCache:
         group = group_of_heads(groups)
         self._group: int | None = None if group is None else group.group_idx
         self._block_tokens: int = 0 if group is None else group.tokens_per_block
-        self._rotated = 0  # blocks, since enough were seen that nobody waits for
+        self._hashes_per_block = self._block_tokens // pool.hash_block_size
+        self._all_wanted = 0  # blocks that were seen, less twice those that nobody waits for
         self._blocks_left = _STEP_BLOCKS
 
     @property
@@ -126,9 +126,7 @@ class DeviceCache:
 
     def found_tokens(self, hashes: Sequence[bytes]) -> int:
         """How many of a prompt's first tokens are there, of which the last go first."""
-        ends = self._ends(hashes)
-        found = count_first(len(ends), lambda i: self._get(ends[i]))
-        return found * self._block_tokens
+        return self._found(hashes) * self._block_tokens
 
     def evict_waiting_last(self, waiting: Waiting, needed_tokens: float) -> None:
         """Before blocks are taken for so many tokens: those that nobody waits for first, used
@@ -141,9 +139,13 @@ class DeviceCache:
         queue = self._pool.free_block_queue
         head, whole = self._window(waiting, needed, forward=True)
         first = [block for turn, block in head if not turn]
-        if len(first) == needed:
-            self._rotated = 0
-            self._move([block for turn, block in head if turn], queue.append_n)
+        enough = len(first) == needed
+        seen_all = whole or self._all_wanted >= queue.num_free_blocks
+        wanted = [block for turn, block in head if turn]
+        self._all_wanted = 0 if enough else max(0, self._all_wanted + 2 * len(wanted) - len(head))
+        if enough or (first and not seen_all):
+            # What lies behind the window is as good as what is known not to be wanted.
+            self._move(wanted, queue.append_n)
             return
         if not whole:
             # What was given back last is at the other end.
@@ -151,12 +153,15 @@ class DeviceCache:
             seen = {block.block_id for _, block in head}
             given = [block for turn, block in reversed(tail) if not turn]
             first += [block for block in given if block.block_id not in seen]
-            if not first and self._rotated < queue.num_free_blocks:
-                self._rotated += len(head)  # what nobody waits for may lie between the two
-                self._move([block for _, block in head], queue.append_n)
+            if len(first) < needed and not seen_all:
+                self._move(wanted, queue.append_n)  # what nobody waits for may lie between the two
+                self._move(first, queue.prepend_n)
                 return
         if self._served_as_they_come:
-            first += self._last_wanted(waiting, needed - len(first))
+            last = head if whole else self._last_wanted(waiting, needed - len(first))
+            last = sorted(last, key=lambda each: each[0], reverse=True)
+            first += [block for turn, block in last if turn]
+        first = first[:needed]
         if any(block is not at for (_, at), block in zip(head, first, strict=False)):
             self._move(first, queue.prepend_n)
 
@@ -166,14 +171,16 @@ class DeviceCache:
 
     # --- steps of the above
 
-    def _ends(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
-        """The hashes of a prompt's blocks, where a block has more than one of them."""
+    def _found(self, hashes: Sequence[bytes]) -> int:
+        """How many of a prompt's first blocks are there."""
         if self._group is None:
-            return ()
-        step = self._block_tokens // self._pool.hash_block_size
-        return hashes[step - 1 :: step]
+            return 0
+        count = len(hashes) // self._hashes_per_block
+        return count_first(count, lambda number: self._block(hashes, number))
 
-    def _get(self, block_hash: bytes) -> Any:
+    def _block(self, hashes: Sequence[bytes], number: int) -> Any:
+        """A prompt's block of a number, if it is there."""
+        block_hash = hashes[(number + 1) * self._hashes_per_block - 1]
         blocks = self._pool.get_cached_block(block_hash, [self._group])
         return blocks and blocks[0]
 
@@ -199,30 +206,30 @@ class DeviceCache:
         self._blocks_left -= len(seen)
         return seen, at is end
 
-    def _last_wanted(self, waiting: Waiting, needed: int) -> list[Any]:
-        """Free blocks of those that came last, of each its tail first."""
-        found: dict[int, Any] = {}  # by their ids: none twice
-        for request_id, turn in islice(waiting.last_first(), _LAST_REQUESTS):
-            blocks = self._blocks(waiting.hashes(request_id), needed - len(found))
-            self._blocks_left -= len(blocks) + 1
-            for block in reversed(blocks):
-                if block.ref_cnt == 0 and waiting.turn(get_block_hash(block.block_hash)) == turn:
-                    found[block.block_id] = block
-            if len(found) >= needed:
-                break
+    def _last_wanted(self, waiting: Waiting, needed: int) -> list[tuple[int, Any]]:
+        """Free blocks of those that came last, each with its turn."""
+        found: dict[int, tuple[int, Any]] = {}  # by their ids: none twice
+        for first_turn, hashes in islice(waiting.last_first(), _LAST_REQUESTS):
+            for number in reversed(range(self._found(hashes))):
+                if len(found) >= needed or self._blocks_left <= 0:
+                    return [*found.values()]
+                self._blocks_left -= 1
+                block = self._block(hashes, number)
+                turn = waiting.turn(get_block_hash(block.block_hash)) if block else 0
+                if turn < first_turn:
+                    break  # from here on, others have wanted it before
+                if block.ref_cnt == 0:
+                    found[block.block_id] = turn, block
         return [*found.values()]
 
-    def _blocks(self, hashes: Sequence[bytes], count: int) -> list[Any]:
-        """The last of those of a prompt's first blocks that are there, in the prompt's order."""
-        ends = self._ends(hashes)
-        end = count_first(len(ends), lambda i: self._get(ends[i]))
-        there = map(self._get, ends[max(0, end - count) : end])
-        return [block for block in there if block]
-
     def _move(self, blocks: list[Any], put: Callable[[list[Any]], None]) -> None:
-        for block in blocks:
-            self._pool.free_block_queue.remove(block)
-        put(blocks)
+        removed: list[Any] = []
+        try:
+            for block in blocks:
+                self._pool.free_block_queue.remove(block)
+                removed.append(block)
+        finally:
+            put(removed)  # none is lost, whatever happens
 
 
 class KeepWaiting:
