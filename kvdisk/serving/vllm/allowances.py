@@ -70,8 +70,9 @@ class Allowances:
         self.chunk_tokens = chunk_tokens
         self.look: Look | None = None  # while one is under way
         self._keys_per_chunk = keys_per_chunk
-        self._room_rows = room_rows
+        self.room_rows = room_rows
         self._whole = whole
+        self._next: str | None = None  # who gets the room that comes
         self._allowed: dict[str, _Allowance] = {}
         self._allowed_rows = 0
         self._served: set[str] = set()  # loaded for since they were looked at
@@ -82,13 +83,19 @@ class Allowances:
         """How many tokens may be allowed now."""
         if self._whole:
             return float("inf")
-        rows = max(0, self._room_rows - self._allowed_rows)
+        rows = max(0, self.room_rows - self._allowed_rows)
         return rows // self._keys_per_chunk * self.chunk_tokens
 
-    def must_wait(self, look: Look) -> bool:
-        """A hit that is not to be split has no room yet. Those before it make some in the end."""
+    def must_wait(self, request_id: str, look: Look) -> bool:
+        """A hit that is not to be split has no room yet. Those before it make some in the end; what
+        comes behind it takes none of that.
+        """
+        if not self._whole or self._next not in (None, request_id):
+            return self._whole
         rows = self._allowed_rows + len(look.on_disk) * self._keys_per_chunk
-        return self._whole and self._allowed_rows > 0 and rows > self._room_rows
+        waits = self._allowed_rows > 0 and rows > self.room_rows
+        self._next = request_id if waits else None
+        return waits
 
     def __len__(self) -> int:
         """How much is remembered: nothing when all requests have ended."""
@@ -137,6 +144,8 @@ class Allowances:
 
     def settled(self, request_id: str) -> None:
         """The engine goes on with a request, and takes what was brought up."""
+        if self._next == request_id:
+            self._next = None
         allowance = self._allowed.pop(request_id, None)
         if allowance is not None:
             self._allowed_rows -= allowance.rows
