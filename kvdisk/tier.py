@@ -164,6 +164,10 @@ class DiskTier:
             self._worker.submit(transfer, event=event)
         return transfer.id
 
+    def turned_away(self, blocks: int) -> None:
+        """So many were not even given to ``store``, since too much waits: counted as refused."""
+        self._scheduler.counters.refused("queue", blocks)
+
     def poll(self) -> TierEvents:
         """What has happened since the last call; never blocks. Also after ``close``."""
         self._scheduler.apply(self._worker.poll())

@@ -64,9 +64,10 @@ _HIT: Final = LookupResult.HIT
 _MISS: Final = LookupResult.MISS
 _LATER: Final = LookupResult.RETRY
 _SLACK_S: Final = 30.0  # beyond the longest deadline
-# A share of the RAM tier each for what waits to be stored and for what was brought up. What vLLM
-# moves between GPU and RAM tier takes as much again, and should find something old to evict.
+# Of the RAM tier's rows: two shares may be held until they are stored, one for what was brought up.
+# What vLLM moves between GPU and RAM tier takes as much again, and should find something to evict.
 _SHARES: Final = 4
+_STORED_SHARES: Final = 2
 _STORE_WAIT: Final = "2s"  # well below the deadline: what begins late has the time to end
 
 logger = init_logger("vllm.kvdisk")
@@ -106,9 +107,11 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         layout = _layout_of(primary_kv_view)
         share_rows = max(1, layout.block_count // _SHARES)
         # What waits for the disk holds rows of the RAM tier and nothing of a GPU.
-        waiting_bytes = share_rows * layout.block_bytes
+        waiting_bytes = _STORED_SHARES * share_rows * layout.block_bytes
         options = {"store_wait": _STORE_WAIT, "store_queue": f"{waiting_bytes}B", **options}
         config, content = _settings(offloading_spec, layout, weights, identity, options)
+        self._held_rows_max = max(1, config.store_queue_bytes // layout.block_bytes)
+        self._held_rows = 0  # of the RAM tier, until a store ends
         longest_ns = max(config.load_deadline_ns, config.store_deadline_ns)
         self._drain_limit_s = longest_ns / 1e9 + _SLACK_S
         wanted = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
@@ -156,7 +159,14 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
 
     @failsafe(lambda self, job_metadata: self._fail(job_metadata))
     def submit_store(self, job_metadata: TransferJob) -> None:
+        """All of it or nothing, unless it is alone: vLLM holds all of its rows until it ends."""
         keys, rows = _head_first(job_metadata)
+        self._poll()
+        if self._held_rows and self._held_rows + len(keys) > self._held_rows_max:
+            self._tier.turned_away(len(keys))
+            self._fail(job_metadata)
+            return
+        self._held_rows += len(keys)
         self.rows_moved += len(keys)
         transfer_id = self._tier.store(keys, rows)
         self._jobs[transfer_id] = _Job(job_metadata, keys, is_load=False)
@@ -235,6 +245,7 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
     def _break_down(self) -> None:
         """Nothing is copied any more when the jobs end, since vLLM then reuses their rows."""
         self._tier.close()
+        self._held_rows = 0
         while self._jobs:
             _, job = self._jobs.popitem()
             self._fail(job.of_vllm)
@@ -248,6 +259,7 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
             job = self._jobs.pop(result.transfer_id)
             good = result.statuses == RowStatus.OK
             if not job.is_load:
+                self._held_rows -= len(job.keys)
                 stored = zip(job.keys, good.tolist(), strict=True)
                 self._events.stored(key for key, ok in stored if ok)
                 good |= result.statuses == RowStatus.BUSY  # another store of it is under way

@@ -461,12 +461,11 @@ class Engine:
         left = {
             "allowances": len(tier.allowances),
             "jobs": tier._jobs,
+            "rows held": tier._held_rows,
             "vllm's jobs": self.manager._jobs,
             "requests of vllm": self.half._req_status,
             "pinned": [
-                key
-                for key in list(getattr(primary._policy, "blocks", {}))
-                if primary._policy.get(key).ref_cnt != 0
+                key for key in list(primary._policy.chunks) if primary._policy.get(key).ref_cnt != 0
             ],
             "specs": MOVES.keys_of,
             "planned": not planner.idle,

@@ -158,6 +158,7 @@ class TestFailsafe:
         rig.tier.get_stats()
         finished = rig.finished() + rig.finished()
         assert sorted(each.job_id for each in finished) == jobs, "each once"
+        assert rig.tier._held_rows == 0
         monkeypatch.undo()
         assert rig.hits(0, 1) == [False, False]
         job = rig.load(0)
@@ -271,21 +272,41 @@ def test_a_request_waits_for_the_disk_once(rig: Rig) -> None:
     assert not rig.tier.allowances
 
 
-def test_the_head_of_a_prefix_is_stored_first_and_no_more_than_a_quarter_waits(rig: Rig) -> None:
+def test_the_head_of_a_prefix_is_stored_first_and_no_more_than_half_of_the_rows_waits(
+    rig: Rig,
+) -> None:
     """vLLM hands its keys over as a set; the tail is what finds no room, or is evicted."""
-    chunks = range(16)
+    chunks = range(24)
     shuffled = np.random.default_rng(3).permutation(chunks).tolist()
     before = rig.rows.copy()
     job = rig._job(tuple(shuffled), is_load=False, request=positioned("storing", *chunks))
     rig.tier.submit_store(job)
     (result,) = rig.finished()
     assert not result.success
-    assert result.transfer_bytes == 8 * ROW_BYTES
-    assert rig.hits(*chunks) == [True] * 8 + [False] * 8
+    assert result.transfer_bytes == 16 * ROW_BYTES
+    assert rig.hits(*chunks) == [True] * 16 + [False] * 8
     rig.rows[:] = 0
-    rig.load(*range(8))
+    rig.load(*range(16))
     assert rig.finished()[0].success
-    assert (rig.rows[:8] == before[:8]).all()
+    assert (rig.rows[:16] == before[:16]).all()
+
+
+def test_a_store_that_would_hold_too_many_rows_holds_none(rig: Rig) -> None:
+    """vLLM keeps all rows of a store until it ends, also those that were refused."""
+    disk = SimulatedDisk(faults=Faults(delay=1.0))
+    rig.tier._tier.close()
+    rig.tier._tier = simulated_tier(disk, rig.rows, simulated_config(64, ROW_BYTES))
+    taken = [rig.store(*range(10)), rig.store(*range(10, 16))]
+    refused = rig.store(16)
+    (result,) = rig.tier.get_finished_jobs()
+    assert (result.job_id, result.success) == (refused, False)
+    assert rig.tier._tier.stats().counters.refusals == {"queue": 1}
+    disk.faults = Faults()
+    assert {each.job_id for each in rig.finished()} == {*taken}
+    rig.store(16)
+    assert rig.finished()[0].success
+    assert rig.hits(*range(17)) == [True] * 17
+    assert rig.tier._held_rows == 0
 
 
 def test_loads_are_told_to_whoever_plans_them(rig: Rig) -> None:
