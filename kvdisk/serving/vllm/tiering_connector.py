@@ -6,13 +6,18 @@ which rows of the RAM tier are still wanted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, make_offload_key
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadKey,
+    get_offload_block_hash,
+    make_offload_key,
+)
 from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy
 
 from kvdisk.serving.vllm.allowances import Parts
@@ -24,12 +29,18 @@ from kvdisk.serving.vllm.waiting import Waiting, count_first, group_of_heads
 # What waits is touched again when rows have come, begun or been moved: a change for so many.
 _TOUCHES_PER_CHANGE: Final = 4
 _TOUCHED_LEAST: Final = 256
-_TOUCHED_MAX: Final = 8192  # at a time: ten milliseconds
-_TOUCHES_PER_REQUEST: Final = 8  # as much as looking one up takes, were it never so short
+_LOOKED_MAX: Final = 8192  # rows at a time: ten milliseconds, if all are there to be touched
+_LOOKS_PER_TOUCH: Final = 4  # as long as it takes
+_LOOKS_PER_REQUEST: Final = 8  # as long as finding out about one takes, were it never so short
 
 
 class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
     """See docs/vllm.md for its configuration."""
+
+    _touch_again_at: int = 0  # so many changes
+    _touched: bool = False  # in this step
+    _rows_changed: int = 0
+    _rows_kept: int = 0  # of the RAM tier, for those that wait
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         require_flush_before_zeroing(vllm_config, kv_cache_config)
@@ -39,8 +50,6 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
         finally:
             engine_config.clear()
         self._tier: KVDiskTier | None = None
-        self._touch_again_at = 0
-        self._rows_changed = 0
         if self.connector_scheduler is not None:
             tiers = self.connector_scheduler.manager.secondary_tiers
             self._tier = next((each for each in tiers if isinstance(each, KVDiskTier)), None)
@@ -52,6 +61,9 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
                 loads_have_room=False,  # in the device's cache, until they are in the RAM tier
             )
             self._tier.partial_loads = self
+            manager = self.connector_scheduler.manager
+            self._store_in_ram = manager.prepare_store
+            manager.prepare_store = self._prepare_store
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -66,7 +78,7 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
         with allowances.looking(request.request_id) as look:
             answer = find()
         found = answer[0]
-        if found is None and (not look.on_disk or allowances.must_wait(look)):
+        if found is None and (not look.on_disk or allowances.must_wait(request.request_id, look)):
             return None, False  # else nothing was looked up, or something is on its way up already
         if found is None:
             parts = look.parts(num_computed_tokens, request.num_tokens, allowances.room_tokens)
@@ -87,6 +99,16 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
             answer = find()
         return answer
 
+    def _prepare_store(self, keys: Collection[OffloadKey], context: Any) -> Any:
+        """In place of the manager's. What is left out is not asked for again by this request."""
+        admitted = self._ask_waiting(lambda it: self._beside_what_waits(it, keys), keys)
+        return self._store_in_ram(admitted, context)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        meta = super().build_connector_meta(scheduler_output)
+        self._touched = False
+        return meta
+
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
         self._rows_changed += self._rows_of(request)
@@ -97,6 +119,10 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
         return self._ask_waiting(
             lambda it: self._found_in_ram(it, request_id, on_device), on_device
         )
+
+    @property
+    def _ram(self) -> Any:
+        return self.connector_scheduler.manager.primary_tier
 
     @property
     def _groups(self) -> Sequence[Any]:
@@ -112,7 +138,7 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
         if group is None:
             return on_device
         half = self.connector_scheduler
-        ram, context = half.manager.primary_tier, half._req_status[request_id].req_context
+        ram, context = self._ram, half._req_status[request_id].req_context
         before, chunk = on_device // group.tokens_per_chunk, group.hashes_per_chunk
         ends = waiting.hashes(request_id)[(before + 1) * chunk - 1 :: chunk]
         found = count_first(
@@ -128,33 +154,62 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
         """What waits counts as used last there, the first of it as the very last; but what the
         device has too goes before the rest, and of that the first, which stays there the longest.
 
-        Not for every row that comes and may push another out, but for so many of them. A policy
-        that learns from each use is left alone.
+        Not for every row that comes and may push another out, but for so many of them, and once in
+        a step. A policy that learns from each use is left alone.
         """
         assert self._tier is not None
         changed = self._tier.rows_moved + self._rows_changed
-        policy = self.connector_scheduler.manager.primary_tier._policy
-        due = changed >= self._touch_again_at
+        policy = self._ram._policy
+        due = changed >= self._touch_again_at and not self._touched
         if not (self._reorders and due and isinstance(policy, LRUCachePolicy)):
             return
         keys: list[OffloadKey] = []
         heads: list[list[OffloadKey]] = []  # what the device has, request by request
-        count = 0
-        most = min(_TOUCHED_MAX, self._tier.rows)
+        looked = kept = 0
+        hashes_per_chunk = max(group.hashes_per_chunk for group in self._groups)
         request_id = None
-        for request_id in islice(waiting, _TOUCHED_MAX // _TOUCHES_PER_REQUEST):
-            hashes, found = waiting.hashes(request_id), self._found_on_device(waiting, request_id)
-            rest = self._keys(hashes, found)
+        for request_id in islice(waiting, _LOOKED_MAX // _LOOKS_PER_REQUEST):
+            found = self._found_on_device(waiting, request_id)
+            hashes = waiting.hashes(request_id)[: (_LOOKED_MAX - looked) * hashes_per_chunk]
+            rest, head = self._keys(hashes, found), self._keys(hashes, 0, found)
+            looked += len(rest) + len(head)
+            rest, head = [*filter(policy.get, rest)], [*filter(policy.get, head)]
             keys += rest
-            heads.append(self._keys(hashes, 0, found))
-            count += len(rest) + len(heads[-1])
-            if count >= most:
+            heads.append(head)
+            if request_id not in self._tier.allowances:  # else it has its room beside
+                kept += len(rest) + len(head)
+            if looked >= _LOOKED_MAX:
                 break
         keys += chain.from_iterable(reversed(heads))
         if request_id:
             self._touch_in_ram(keys, request_id)
-        between = max(count, self._tier.rows // 2, _TOUCHED_LEAST)
+        self._rows_kept, self._touched = kept, True
+        between = max(len(keys), looked // _LOOKS_PER_TOUCH, self._tier.rows // 2, _TOUCHED_LEAST)
         self._touch_again_at = changed + between // _TOUCHES_PER_CHANGE
+
+    def _beside_what_waits(
+        self, waiting: Waiting, keys: Collection[OffloadKey]
+    ) -> Collection[OffloadKey]:
+        """Those of ``keys`` for which nothing is given up that waits, as far as that is kept, and
+        that leave room for what will be brought up.
+        """
+        assert self._tier is not None
+        ram = self._ram
+        if not (self._reorders and waiting and isinstance(ram._policy, LRUCachePolicy)):
+            return keys
+        self._evict_waiting_last_from_ram(waiting)
+        kept = self._rows_kept and self._rows_kept + self._tier.allowances.room_rows
+        room = ram._get_num_free_chunks() + ram._num_evictable_cache_chunks - kept
+        if not kept or len(keys) <= room:
+            return keys
+        admitted = []
+        for key in keys:
+            if ram._policy.get(key) is None and not waiting.turn(get_offload_block_hash(key)):
+                room -= 1
+                if room < 0:
+                    continue
+            admitted.append(key)
+        return admitted
 
     def _keys(
         self, hashes: Sequence[bytes], first_token: int, end_token: int | None = None
@@ -176,8 +231,7 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
 
     def _touch_in_ram(self, keys: Sequence[OffloadKey], request_id: str) -> None:
         """The first of them is evicted last."""
-        half = self.connector_scheduler
-        half.manager.primary_tier.touch(keys, half._req_status[request_id].req_context)
+        self._ram.touch(keys, self.connector_scheduler._req_status[request_id].req_context)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)

@@ -244,7 +244,7 @@ def tiering_connector(planner: LoadPlanner, directory: Path) -> tuple[Any, RamTi
     rows = np.zeros((4 * CHUNKS, 4096), np.uint8)
     made.planner, made._tier = planner, secondary_tier(directory, rows)
     made.connector_scheduler = RamTier(made._tier)
-    made.waiting, made._touch_again_at, made._rows_changed = Waiting(), 0, 0
+    made.waiting = Waiting()
     return made, made.connector_scheduler
 
 

@@ -11,10 +11,15 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHash, get_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    get_block_hash,
+    make_block_hash_with_group_id,
+)
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.request import Request
 
+from kvdisk.serving.vllm.allowances import Look
 from kvdisk.serving.vllm.waiting import DeviceCache, Waiting
 from tests.serving.vllm.below_ram import BLOCK_TOKENS, Engine, Setting, engine_of
 from tests.serving.vllm.chunks import broken
@@ -114,6 +119,78 @@ def test_a_long_queue_of_which_all_is_wanted_comes_to_rest(monkeypatch: pytest.M
     device.evict_waiting_last(waiting, 3 * BLOCK_TOKENS)
 
 
+@pytest.mark.parametrize("steps_blocks", [4096, 12])
+def test_a_need_beyond_what_is_looked_at_takes_nothing_that_is_wanted(
+    steps_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by an attack: a load of more blocks than a window took what was wanted."""
+    monkeypatch.setattr("kvdisk.serving.vllm.waiting._WINDOW_BLOCKS", 8)
+    monkeypatch.setattr("kvdisk.serving.vllm.waiting._STEP_BLOCKS", steps_blocks)
+    wanted = {name: hashes(name, 4) for name in "ab"}
+    pool, device = pool_of(wanted["a"], *(hashes(name, 10) for name in "uvwxyz"), wanted["b"])
+    device.step_ended()
+    device.evict_waiting_last(waiting_for(**wanted), 40 * BLOCK_TOKENS)
+    assert not {"a", "b"} & {each[0] for each in next_evicted(pool)[:41]}
+
+
+def test_what_is_in_use_costs_no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many questions on a document that one decodes on, and a device that is full otherwise."""
+    document = hashes("d", 200)
+    pool, device = pool_of(document, hashes("x", 20))
+    pool.touch([pool.get_cached_block(BlockHash(each), [0])[0] for each in document])
+    waiting = Waiting()
+    for number in range(64):
+        waiting.arrived(f"r{number}", [*document, *hashes(f"q{number}", 2)])
+    looked: list[bytes] = []
+    get = pool.get_cached_block
+    monkeypatch.setattr(pool, "get_cached_block", lambda *of: looked.append(of[0]) or get(*of))
+    device.evict_waiting_last(waiting, 150 * BLOCK_TOKENS)
+    assert not looked
+
+
+def test_of_those_that_came_last_no_more_is_looked_at_than_in_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvdisk.serving.vllm.waiting._WINDOW_BLOCKS", 8)
+    monkeypatch.setattr("kvdisk.serving.vllm.waiting._STEP_BLOCKS", 100)
+    wanted = {name: hashes(name, 50) for name in "abcdef"}
+    pool, device = pool_of(*wanted.values())
+    waiting = waiting_for(**wanted)
+    looked: list[bytes] = []
+    for _ in range(60):
+        device.step_ended()
+        device.evict_waiting_last(waiting, 290 * BLOCK_TOKENS)
+    get = pool.get_cached_block
+    monkeypatch.setattr(pool, "get_cached_block", lambda *of: looked.append(of[0]) or get(*of))
+    device.step_ended()
+    device.evict_waiting_last(waiting, 290 * BLOCK_TOKENS)
+    assert 50 < len(looked) <= 100 + 6 * 8  # and a few to find each one's end
+
+
+def test_a_block_of_two_hashes_is_moved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdisk.serving.vllm.waiting._WINDOW_BLOCKS", 2)
+    prompt = hashes("a", 6)
+    pool, device = pool_of(prompt[:5])
+    (last,) = pool.get_cached_block(BlockHash(prompt[4]), [0])
+    key = make_block_hash_with_group_id(BlockHash(prompt[5]), 0)
+    pool.cached_block_hash_to_block.insert(key, last)
+    for _ in range(9):
+        device.step_ended()
+        device.evict_waiting_last(waiting_for(one=prompt), 3 * BLOCK_TOKENS)
+    assert next_evicted(pool)[:2] == ["a4", "a3"]
+
+
+def test_an_exception_amid_a_move_loses_no_block() -> None:
+    prompts = {name: hashes(name, 6) for name in "abc"}
+    pool, device = pool_of(*prompts.values())
+    (odd,) = pool.get_cached_block(BlockHash(prompts["c"][2]), [0])
+    pool.free_block_queue.remove(odd)  # somebody holds it without a reference
+    free = pool.get_num_free_blocks()
+    with pytest.raises(RuntimeError):
+        device._move([odd.prev_free_block or pool.blocks[1], odd], pool.free_block_queue.append_n)
+    assert len(next_evicted(pool)) == pool.get_num_free_blocks() == free
+
+
 def test_however_many_requests_begin_in_a_step_no_more_is_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -146,15 +223,14 @@ def test_of_what_came_last_the_tail_goes_first_wherever_it_lies() -> None:
 def test_what_two_wait_for_is_kept_until_both_have_it() -> None:
     shared = hashes("s", 3)
     waiting = waiting_for(one=shared, two=shared[:2])
-    assert [waiting.turn(each) for each in shared] == [1, 1, 1]
+    assert [waiting.turn(each) for each in shared] == [1, 2, 3]
     waiting.gone("one")
-    assert [waiting.turn(each) for each in shared] == [1, 1, 0]
+    assert [waiting.turn(each) for each in shared] == [1, 2, 0]
     waiting.arrived("two", shared)  # the same once more: it counts once
     waiting.gone("two")
     waiting.gone("unknown")
     assert [waiting.turn(each) for each in shared] == [0, 0, 0]
     assert not any([waiting, waiting._wanted, waiting._turn, waiting._counted, waiting._later])
-    assert not waiting._turn_of
 
 
 def test_of_a_long_queue_the_first_are_known_and_the_others_in_their_turn() -> None:
@@ -251,15 +327,10 @@ def test_more_waits_than_the_device_holds(keep: bool, tmp_path: Path) -> None:
     assert keep or found == 0
 
 
-def in_ram(engine: Engine) -> dict[str, int]:
-    """How many chunks of each request's prompt the RAM tier has."""
-    ram = engine.manager.primary_tier
-    return {
-        name: sum(
-            ram._policy.get(make_offload_key(each, 0)) is not None for each in request.block_hashes
-        )
-        for name, request in engine.requests.items()
-    }
+def in_ram(engine: Engine, request: Request) -> int:
+    """How many chunks of a request's prompt the RAM tier has."""
+    ram = engine.manager.primary_tier._policy
+    return sum(ram.get(make_offload_key(each, 0)) is not None for each in request.block_hashes)
 
 
 @pytest.mark.parametrize("shared", [0, 1], ids=["apart", "one-system-prompt"])
@@ -279,12 +350,81 @@ def test_the_ram_tier_gives_up_what_is_wanted_last(shared: int, tmp_path: Path) 
             drain(engine)
         for prompt in prompts:
             engine.ask_for(prompt)
-        engine.ours._touch_again_at = 0
-        engine.ours._ask_waiting(engine.ours._evict_waiting_last_from_ram, None)
+        touch_ram(engine)
         engine.manager.primary_tier._policy.evict(CHUNKS, set())
-        left = list(in_ram(engine).values())
+        left = [in_ram(engine, each) for each in engine.requests.values()]
         drain(engine)
     assert left == [CHUNKS - shared] * 3 + [0]
+
+
+def touch_ram(engine: Engine) -> None:
+    engine.ours._touched, engine.ours._touch_again_at = False, 0
+    engine.ours._ask_waiting(engine.ours._evict_waiting_last_from_ram, None)
+
+
+def six_in_ram(engine: Engine) -> list[list[int]]:
+    """Prompts that take three quarters of a RAM tier of eight, and are on the device no more."""
+    engine.chance.random = lambda: 1.0  # type: ignore[method-assign]
+    prompts = [[10 + number] * (CHUNKS * BLOCK_TOKENS) for number in range(6)]
+    for prompt in prompts:
+        engine.ask_for(prompt)
+        drain(engine)
+    engine.scheduler.kv_cache_manager.reset_prefix_cache()
+    return prompts
+
+
+EIGHT_IN_RAM = {"ram_rows": 8 * CHUNKS, "step_tokens": CHUNKS * BLOCK_TOKENS, "seats": 1}
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_waits_is_not_given_up_for_what_nobody_waits_for(keep: bool, tmp_path: Path) -> None:
+    """In the RAM tier, by whatever is computed before it; when nobody waits, all is stored."""
+    setting = Setting(**EIGHT_IN_RAM, evict_waiting_last=keep)
+    with engine_of(tmp_path, setting) as engine:
+        prompts = six_in_ram(engine)
+        others = [engine.ask_for([50 + number] * CHUNKS * BLOCK_TOKENS) for number in range(4)]
+        waiting = [engine.ask_for(prompt) for prompt in prompts]
+        while not all(each.is_finished() for each in others):
+            engine.step(moves_end=2.0)
+        left = [in_ram(engine, each) for each in waiting]
+        drain(engine)
+        last = engine.ask_for([70] * CHUNKS * BLOCK_TOKENS)
+        drain(engine)
+        assert in_ram(engine, last) == CHUNKS
+    assert (left == [CHUNKS] * 6) is keep
+
+
+def test_only_what_is_there_and_wanted_is_kept(tmp_path: Path) -> None:
+    """What is brought up for a request has room of its own."""
+    with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
+        ours = engine.ours
+        prompts = six_in_ram(engine)
+        engine.ask_for([50] * CHUNKS * BLOCK_TOKENS)
+        keys = [make_offload_key(each, 0) for each in hashes("other", 10 * CHUNKS)]
+        assert ours._beside_what_waits(ours.waiting, keys) is keys, "nothing is wanted of it"
+        waiting = [engine.ask_for(prompt) for prompt in prompts[:4]]
+        touch_ram(engine)
+        left = 4 * CHUNKS - engine.tier.allowances.room_rows
+        assert ours._beside_what_waits(ours.waiting, keys) == keys[:left]
+        engine.tier.allowances.allow(waiting[0].request_id, Look(BLOCK_TOKENS), 0)
+        touch_ram(engine)
+        assert ours._beside_what_waits(ours.waiting, keys) == keys[: left + CHUNKS]
+        engine.tier.allowances.settled(waiting[0].request_id)
+        drain(engine)
+
+
+def test_what_somebody_waits_for_is_stored_whatever_waits(tmp_path: Path) -> None:
+    with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
+        prompts = six_in_ram(engine)
+        shared = [50] * (CHUNKS - 1) * BLOCK_TOKENS
+        first = engine.ask_for([*shared, *[51] * BLOCK_TOKENS])
+        for prompt in prompts:
+            engine.ask_for(prompt)
+        engine.ask_for([*shared, *[52] * BLOCK_TOKENS])
+        while not first.is_finished():
+            engine.step(moves_end=2.0)
+        assert in_ram(engine, first) == CHUNKS - 1
+        drain(engine)
 
 
 def test_the_ram_tier_is_touched_now_and_then(
@@ -312,14 +452,36 @@ def test_the_ram_tier_is_touched_now_and_then(
         assert not touched
 
 
+def test_the_ram_tier_is_touched_once_in_a_step_and_in_part(tmp_path: Path) -> None:
+    """Found by an attack: 256 requests that began in a step had it touched 53 times."""
+    tokens = CHUNKS * BLOCK_TOKENS
+    setting = Setting(gpu_blocks=400, ram_rows=100 * CHUNKS, seats=64, step_tokens=64 * tokens)
+    with engine_of(tmp_path, setting) as engine, pytest.MonkeyPatch.context() as patch:
+        engine.chance.random = lambda: 1.0  # type: ignore[method-assign]
+        for _ in range(2):
+            for number in range(40):
+                engine.ask_for([10 + number] * tokens)
+            drain(engine)
+        touched: list[int] = []
+        patch.setattr(engine.ours, "_touch_in_ram", lambda keys, _: touched.append(len(keys)))
+        patch.setattr("kvdisk.serving.vllm.tiering_connector._LOOKED_MAX", 10)
+        patch.setattr("kvdisk.serving.vllm.tiering_connector._LOOKS_PER_REQUEST", 1)
+        patch.setattr("kvdisk.serving.vllm.tiering_connector._TOUCHED_LEAST", 1)
+        engine.ours._touch_again_at = 0
+        for number in range(40):
+            engine.ask_for([10 + number] * tokens)
+        engine.step(moves_end=2.0)
+        drain(engine)
+    assert touched == [10]
+
+
 def test_of_very_many_short_requests_a_part_is_looked_up(tmp_path: Path) -> None:
     with engine_of(tmp_path, Setting(step_tokens=BLOCK_TOKENS, seats=1)) as engine:
         for number in range(1200):
             engine.ask_for([3 + number % 900] * 3)  # shorter than a block
         looked: list[str] = []
         engine.ours._found_on_device = lambda _, request_id: looked.append(request_id) or 0
-        engine.ours._touch_again_at = 0
-        engine.ours._ask_waiting(engine.ours._evict_waiting_last_from_ram, None)
+        touch_ram(engine)
         assert len(looked) == 1024
         assert engine.ours.waiting is not None
 
