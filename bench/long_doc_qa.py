@@ -5,7 +5,8 @@ The device's cache holds few of them, so from some N on every document has left 
 modes get the same documents; engines stand side by side and take turns, round by round, as many at
 once as fit the device. See docs/when-it-pays.md.
 
-Modes, any of them with ``ROOT`` one of the names given by ``--root``:
+Modes, any of them with ``ROOT`` one of the names given by ``--root`` (kvdisk takes several
+directories there, ``NAME=ONE:OTHER``, the others the first of them):
     none          no prefix caching
     prefix        prefix caching on the device alone
     ram:N         + vLLM's RAM tier of N documents
@@ -93,7 +94,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--modes", required=True, help="comma-separated, see above")
-    parser.add_argument("--root", action="append", default=[], metavar="NAME=DIRECTORY")
+    parser.add_argument("--root", action="append", default=[], metavar="NAME=DIRECTORY[:...]")
     parser.add_argument("--documents", default="8,16,32")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--model", default="llama-3-8b", choices=[*MODELS])
@@ -164,17 +165,20 @@ def document_bytes(options: argparse.Namespace) -> int:
     return int(token * options.document_tokens)
 
 
-def transfer_config(mode: str, root: str, options: argparse.Namespace) -> dict[str, Any] | None:
-    """What an operator would write for ``mode`` in the directory ``root``."""
+def transfer_config(
+    mode: str, roots: list[Path], options: argparse.Namespace
+) -> dict[str, Any] | None:
+    """What an operator would write for ``mode`` in the directories ``roots``."""
     tier, *own_options = mode.split("+")
     kind, _, ram_documents = tier.partition("@")[0].partition(":")
     if kind in ("none", "prefix"):
         return None
+    root = str(roots[0]) if roots else ""
     each = document_bytes(options)
     ram_bytes = int(ram_documents or 0) * each
     disk_bytes = options.disk_documents * each
     kvdisk = {
-        "path": root,
+        "path": [str(path) for path in roots],
         "capacity": f"{int(disk_bytes * 1.01)}B",
         "persist": False,
         "partial_loads": options.partial_loads,
@@ -243,8 +247,8 @@ class Engine:
             engine["load_format"] = "dummy"
         if options.attention:
             engine["attention_backend"] = options.attention
-        self.root = new_directory(mode, options)
-        transfer = transfer_config(mode, str(self.root or ""), options)
+        self.roots = new_directories(mode, options)
+        transfer = transfer_config(mode, self.roots, options)
         if transfer is not None:
             engine["kv_transfer_config"] = transfer
         told = {
@@ -294,18 +298,20 @@ class Engine:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        if self.root is not None:
-            shutil.rmtree(self.root, ignore_errors=True)
+        for root in self.roots:
+            shutil.rmtree(root, ignore_errors=True)
 
 
-def new_directory(mode: str, options: argparse.Namespace) -> Path | None:
-    """For what ``mode`` keeps on its disk; removed when its engine stops."""
+def new_directories(mode: str, options: argparse.Namespace) -> list[Path]:
+    """For what ``mode`` keeps on its disks; removed when its engine stops."""
     root_name = mode.partition("+")[0].partition("@")[2]
     if not root_name:
-        return None
-    root = Path(options.roots[root_name])
-    root.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=f"{file_name(mode)}-", dir=root))
+        return []
+    made = []
+    for root in map(Path, options.roots[root_name].split(":")):
+        root.mkdir(parents=True, exist_ok=True)
+        made.append(Path(tempfile.mkdtemp(prefix=f"{file_name(mode)}-", dir=root)))
+    return made
 
 
 def file_name(mode: str) -> str:
@@ -415,7 +421,10 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
         "settle_s": options.settle,
         "partial_loads": options.partial_loads,
         "kvdisk_options": options.kvdisk,
-        "roots": {name: vars(describe_place(Path(path))) for name, path in options.roots.items()},
+        "roots": {
+            name: [vars(describe_place(Path(path))) for path in paths.split(":")]
+            for name, paths in options.roots.items()
+        },
     }
 
 
