@@ -116,7 +116,7 @@ class TierConfig:
         something worth while, "off" never.
     evict_waiting_last
         Whether a serving engine's adapter has what waiting requests will need evicted last from the
-        engine's own caches.
+        engine's own caches, and not for new blocks that nobody waits for.
     persist
         Keep blocks for the next start. When false the files are unlinked as soon as they are open.
     """

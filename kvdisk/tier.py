@@ -164,9 +164,9 @@ class DiskTier:
             self._worker.submit(transfer, event=event)
         return transfer.id
 
-    def turned_away(self, blocks: int) -> None:
-        """So many were not even given to ``store``, since too much waits: counted as refused."""
-        self._scheduler.counters.refused("queue", blocks)
+    def refused(self, reason: str, blocks: int) -> None:
+        """So many were not even given to ``store``: counted as those that it refuses."""
+        self._scheduler.counters.refused(reason, blocks)
 
     def poll(self) -> TierEvents:
         """What has happened since the last call; never blocks. Also after ``close``."""

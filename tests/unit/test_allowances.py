@@ -81,35 +81,42 @@ def test_a_hit_that_is_not_to_be_split_waits_for_room() -> None:
     allowances = Allowances(CHUNK, 1, 4, whole=True)
     long, short = look({0, 1, 2, 3, 4, 5}), look({0})
     assert allowances.room_tokens > 1e12
-    assert not allowances.must_wait("long", long)
+    assert not allowances.wait_for_room("long", long)
     allowances.allow("long", long, 6 * CHUNK)
-    assert allowances.must_wait("short", short)
+    assert allowances.wait_for_room("short", short)
     allowances.settled("long")
-    assert not allowances.must_wait("short", short)
+    assert not allowances.wait_for_room("short", short)
     allowances.allow("short", short, CHUNK)
-    assert not allowances.must_wait("middle", look({0, 1, 2}))
-    assert allowances.must_wait("long", long)
-    assert not Allowances(CHUNK, 1, 0).must_wait("long", long), "it is split instead"
+    assert not allowances.wait_for_room("middle", look({0, 1, 2}))
+    assert allowances.wait_for_room("long", long)
+    assert not Allowances(CHUNK, 1, 0).wait_for_room("long", long), "it is split instead"
 
 
-@pytest.mark.parametrize("end", ["it has its turn", "it is aborted"])
+@pytest.mark.parametrize("end", ["it has its turn", "it is aborted", "it is asked for no more"])
 def test_who_waits_for_room_is_not_overtaken(end: str) -> None:
     """Found by an attack: small hits that came later took the room of a large one for ever."""
     allowances = Allowances(CHUNK, 1, 4, whole=True)
     large, small = look({0, 1, 2}), look({0, 1})
     allowances.allow("small 1", small, 2 * CHUNK)
-    assert allowances.must_wait("large", large)
+    for _ in range(9):
+        assert allowances.wait_for_room("large", large)
+        assert allowances.wait_for_room("small 2", small)
+        assert allowances.wait_for_room("small 3", small)
     allowances.settled("small 1")
-    assert allowances.must_wait("small 2", small)
     if end == "it has its turn":
-        assert not allowances.must_wait("large", large)
+        assert not allowances.wait_for_room("large", large)
         allowances.allow("large", large, 3 * CHUNK)
-        assert allowances.must_wait("small 2", small)
+        assert allowances.wait_for_room("small 2", small)
         allowances.settled("large")
-    else:
+    elif end == "it is aborted":
         allowances.gone("large")
-    assert not allowances.must_wait("small 2", small)
+    else:
+        assert allowances.wait_for_room("small 4", small), "it may be asked for yet"
+    assert not allowances.wait_for_room("small 2", small)
+    for each in ("small 2", "small 3", "small 4"):
+        allowances.gone(each)
     assert not allowances
+    assert not allowances._behind_next
 
 
 def test_a_chunk_is_allowed_at_least_and_never_one_that_is_not_there() -> None:

@@ -172,6 +172,25 @@ def test_what_the_caches_have_of_those_behind_is_no_work() -> None:
     assert wanted(found=0, room_tokens=-2_000) == 0
 
 
+@pytest.mark.parametrize("loads_have_room", [True, False])
+def test_what_is_being_loaded_takes_room_once(loads_have_room: bool) -> None:
+    """Below a RAM tier it has none on the device yet; else what is left is beside it already."""
+    planner = LoadPlanner("on", token_bytes=1.0, queue_limit_s=1e9, loads_have_room=loads_have_room)
+    planner.measured_loads(1000.0, 0.0)
+    planner.step_began({}, 0.0)
+    planner.arrived("loading", 1000)
+    planner.load_began("loading", 1000)
+    planner.settled("loading", 0)
+    for name in ("this", "behind"):
+        planner.arrived(name, 5000)
+    others = planner._work_of_others("this")
+    assert others.behind == 5000
+    seen: list[float] = []
+    planner._wanted = lambda others, *_: seen.append(others.behind) or 0  # type: ignore
+    planner.tokens_to_load("this", 4000, 1000, 1.0, room_tokens=4500)
+    assert seen == [4500 if loads_have_room else 3500]
+
+
 def test_what_is_found_of_one_that_was_asked_for_is_not_counted_twice() -> None:
     planner = _planner()
     planner.arrived("this", 5000)

@@ -70,36 +70,47 @@ class Allowances:
         self.chunk_tokens = chunk_tokens
         self.look: Look | None = None  # while one is under way
         self._keys_per_chunk = keys_per_chunk
-        self.room_rows = room_rows
+        self._room_rows = room_rows
         self._whole = whole
         self._next: str | None = None  # who gets the room that comes
+        self._behind_next: set[str] = set()  # who was asked for since that one was
         self._allowed: dict[str, _Allowance] = {}
         self._allowed_rows = 0
         self._served: set[str] = set()  # loaded for since they were looked at
         self._waited: dict[str, bool] = {}  # whether in vain: then never again
+        self._cut: set[str] = set()  # some of their chunks were not stored
 
     @property
     def room_tokens(self) -> float:
         """How many tokens may be allowed now."""
         if self._whole:
             return float("inf")
-        rows = max(0, self.room_rows - self._allowed_rows)
-        return rows // self._keys_per_chunk * self.chunk_tokens
+        return self.rows_left // self._keys_per_chunk * self.chunk_tokens
 
-    def must_wait(self, request_id: str, look: Look) -> bool:
-        """A hit that is not to be split has no room yet. Those before it make some in the end; what
-        comes behind it takes none of that.
+    @property
+    def rows_left(self) -> int:
+        """Of the RAM tier, for what may still be allowed."""
+        return max(0, self._room_rows - self._allowed_rows)
+
+    def wait_for_room(self, request_id: str, look: Look) -> bool:
+        """Whether a hit that is not to be split has no room yet. Those before it make some in the
+        end; what comes behind it takes none of that, unless the engine asks for it no more.
         """
-        if not self._whole or self._next not in (None, request_id):
-            return self._whole
+        if not self._whole:
+            return False
+        if self._next not in (None, request_id) and request_id not in self._behind_next:
+            self._behind_next.add(request_id)
+            return True
+        self._behind_next.clear()
         rows = self._allowed_rows + len(look.on_disk) * self._keys_per_chunk
-        waits = self._allowed_rows > 0 and rows > self.room_rows
+        waits = self._allowed_rows > 0 and rows > self._room_rows
         self._next = request_id if waits else None
         return waits
 
     def __len__(self) -> int:
         """How much is remembered: nothing when all requests have ended."""
-        return len(self._allowed) + len(self._served) + len(self._waited) + self._allowed_rows
+        remembered = (self._allowed, self._served, self._waited, self._cut, self._next or ())
+        return sum(map(len, remembered)) + self._allowed_rows
 
     def __contains__(self, request_id: str) -> bool:
         """Whether it is settled what a request may have."""
@@ -130,7 +141,15 @@ class Allowances:
         self._allowed[request_id] = allowance
         self._allowed_rows += allowance.rows
 
+    def may_store(self, request_id: str) -> bool:
+        """Not behind chunks that were not stored: they would never be found."""
+        return request_id not in self._cut
+
     # --- what happens
+
+    def cut(self, request_id: str) -> None:
+        """Chunks of a request are not stored."""
+        self._cut.add(request_id)
 
     def arrived(self, request_id: str) -> None:
         self.gone(request_id)  # another of that name
@@ -146,6 +165,8 @@ class Allowances:
         """The engine goes on with a request, and takes what was brought up."""
         if self._next == request_id:
             self._next = None
+            self._behind_next.clear()
+        self._behind_next.discard(request_id)
         allowance = self._allowed.pop(request_id, None)
         if allowance is not None:
             self._allowed_rows -= allowance.rows
@@ -154,3 +175,4 @@ class Allowances:
         self.settled(request_id)
         self._waited.pop(request_id, None)
         self._served.discard(request_id)
+        self._cut.discard(request_id)

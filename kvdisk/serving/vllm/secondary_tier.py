@@ -65,7 +65,7 @@ _MISS: Final = LookupResult.MISS
 _LATER: Final = LookupResult.RETRY
 _SLACK_S: Final = 30.0  # beyond the longest deadline
 # Of the RAM tier's rows: two shares may be held until they are stored, one for what was brought up.
-# What vLLM moves between GPU and RAM tier takes as much again, and should find something to evict.
+# The fourth is left for what vLLM moves between GPU and RAM tier.
 _SHARES: Final = 4
 _STORED_SHARES: Final = 2
 _STORE_WAIT: Final = "2s"  # well below the deadline: what begins late has the time to end
@@ -161,9 +161,9 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
     def submit_store(self, job_metadata: TransferJob) -> None:
         """All of it or nothing, unless it is alone: vLLM holds all of its rows until it ends."""
         keys, rows = _head_first(job_metadata)
-        self._poll()
+        self._poll()  # what has ended since vLLM last asked holds nothing any more
         if self._held_rows and self._held_rows + len(keys) > self._held_rows_max:
-            self._tier.turned_away(len(keys))
+            self._tier.refused("queue", len(keys))
             self._fail(job_metadata)
             return
         self._held_rows += len(keys)
@@ -215,6 +215,11 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         elif not self._tier.clear():
             logger.error("kvdisk: the disk does not take the reset; it is tried on until it does.")
         self._wait_for_jobs()
+
+    @failsafe(lambda self, chunks: None)
+    def left_out(self, chunks: int) -> None:
+        """So many were not stored since others wait for what is there: counted as refused."""
+        self._tier.refused("waiting", chunks)
 
     @failsafe(lambda self: None)
     def get_stats(self) -> OffloadingConnectorStats | None:

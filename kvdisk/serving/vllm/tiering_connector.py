@@ -1,7 +1,7 @@
 """``KVDiskTieringConnector``: vLLM's offloading connector above a ``KVDiskTier``.
 
-It says whose blocks the tier keeps, how much of a prefix is worth bringing back from the disk, and
-which rows of the RAM tier are still wanted.
+It says whose blocks the tier keeps, how much of a prefix is worth bringing back from the disk, which
+rows of the RAM tier are still wanted, and which new blocks are not worth their place.
 """
 
 from __future__ import annotations
@@ -26,10 +26,15 @@ from kvdisk.serving.vllm.secondary_tier import KVDiskTier, engine_config
 from kvdisk.serving.vllm.spec import require_flush_before_zeroing
 from kvdisk.serving.vllm.waiting import Waiting, count_first, group_of_heads
 
-# What waits is touched again when rows have come, begun or been moved: a change for so many.
+# After so many rows of the RAM tier were touched a quarter as many must change before it is done
+# again, or so many steps must pass: what is aborted or reset changes nothing that is counted.
 _TOUCHES_PER_CHANGE: Final = 4
 _TOUCHED_LEAST: Final = 256
-_LOOKED_MAX: Final = 8192  # rows at a time: ten milliseconds, if all are there to be touched
+_TOUCHED_FOR_STEPS: Final = 64
+_LOOKED_MAX: Final = 8192  # rows at a time: ten to thirty milliseconds, if all are to be touched
+_KEPT: Final = (
+    0.5  # of the RAM tier: else a queue that never ends keeps all that is new off the disk
+)
 _LOOKS_PER_TOUCH: Final = 4  # as long as it takes
 _LOOKS_PER_REQUEST: Final = 8  # as long as finding out about one takes, were it never so short
 
@@ -37,10 +42,10 @@ _LOOKS_PER_REQUEST: Final = 8  # as long as finding out about one takes, were it
 class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
     """See docs/vllm.md for its configuration."""
 
-    _touch_again_at: int = 0  # so many changes
-    _touched: bool = False  # in this step
     _rows_changed: int = 0
-    _rows_kept: int = 0  # of the RAM tier, for those that wait
+    _touch_at_change: int = 0
+    _steps_since_touch: int = 1
+    _rows_kept: int = 0  # of those that vLLM could evict, when they were touched last
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         require_flush_before_zeroing(vllm_config, kv_cache_config)
@@ -61,9 +66,8 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
                 loads_have_room=False,  # in the device's cache, until they are in the RAM tier
             )
             self._tier.partial_loads = self
-            manager = self.connector_scheduler.manager
-            self._store_in_ram = manager.prepare_store
-            manager.prepare_store = self._prepare_store
+            if len(tiers) == 1:  # others may want all of it
+                self._admit_stores(self.connector_scheduler.manager)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -78,7 +82,9 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
         with allowances.looking(request.request_id) as look:
             answer = find()
         found = answer[0]
-        if found is None and (not look.on_disk or allowances.must_wait(request.request_id, look)):
+        if found is None and (
+            not look.on_disk or allowances.wait_for_room(request.request_id, look)
+        ):
             return None, False  # else nothing was looked up, or something is on its way up already
         if found is None:
             parts = look.parts(num_computed_tokens, request.num_tokens, allowances.room_tokens)
@@ -99,14 +105,24 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
             answer = find()
         return answer
 
-    def _prepare_store(self, keys: Collection[OffloadKey], context: Any) -> Any:
-        """In place of the manager's. What is left out is not asked for again by this request."""
-        admitted = self._ask_waiting(lambda it: self._beside_what_waits(it, keys), keys)
-        return self._store_in_ram(admitted, context)
+    def _admit_stores(self, manager: Any) -> None:
+        """vLLM has no call for which blocks are stored: so the manager's own is replaced."""
+        prepare_store = manager.prepare_store
+
+        def prepare_what_fits(keys: Collection[OffloadKey], context: Any) -> Any:
+            """What is left out is not asked for again by this request."""
+            fitting = self._ask_waiting(lambda it: self._beside_what_waits(it, keys, context), keys)
+            return prepare_store(fitting, context)
+
+        manager.prepare_store = prepare_what_fits
+
+    def waits_no_more(self) -> None:
+        super().waits_no_more()
+        self._touch_at_change = 0
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         meta = super().build_connector_meta(scheduler_output)
-        self._touched = False
+        self._steps_since_touch += 1
         return meta
 
     def on_new_request(self, request: Any) -> None:
@@ -159,57 +175,66 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
         """
         assert self._tier is not None
         changed = self._tier.rows_moved + self._rows_changed
-        policy = self._ram._policy
-        due = changed >= self._touch_again_at and not self._touched
+        steps, policy = self._steps_since_touch, self._ram._policy
+        due = steps and (changed >= self._touch_at_change or steps >= _TOUCHED_FOR_STEPS)
         if not (self._reorders and due and isinstance(policy, LRUCachePolicy)):
             return
         keys: list[OffloadKey] = []
         heads: list[list[OffloadKey]] = []  # what the device has, request by request
-        looked = kept = 0
+        looked = 0
         hashes_per_chunk = max(group.hashes_per_chunk for group in self._groups)
-        request_id = None
+        request_id = ""
         for request_id in islice(waiting, _LOOKED_MAX // _LOOKS_PER_REQUEST):
             found = self._found_on_device(waiting, request_id)
             hashes = waiting.hashes(request_id)[: (_LOOKED_MAX - looked) * hashes_per_chunk]
             rest, head = self._keys(hashes, found), self._keys(hashes, 0, found)
             looked += len(rest) + len(head)
-            rest, head = [*filter(policy.get, rest)], [*filter(policy.get, head)]
-            keys += rest
-            heads.append(head)
-            if request_id not in self._tier.allowances:  # else it has its room beside
-                kept += len(rest) + len(head)
+            keys += filter(policy.get, rest)
+            heads.append([*filter(policy.get, head)])
             if looked >= _LOOKED_MAX:
                 break
-        keys += chain.from_iterable(reversed(heads))
-        if request_id:
+        keys = [*dict.fromkeys(chain(keys, *reversed(heads)))]  # each once, as the first has it
+        if keys:
             self._touch_in_ram(keys, request_id)
-        self._rows_kept, self._touched = kept, True
+        evictable = sum(policy.get(key).ref_cnt == 0 for key in keys)
+        self._rows_kept = min(evictable, int(self._tier.rows * _KEPT))
+        self._steps_since_touch = 0
         between = max(len(keys), looked // _LOOKS_PER_TOUCH, self._tier.rows // 2, _TOUCHED_LEAST)
-        self._touch_again_at = changed + between // _TOUCHES_PER_CHANGE
+        self._touch_at_change = changed + between // _TOUCHES_PER_CHANGE
 
     def _beside_what_waits(
-        self, waiting: Waiting, keys: Collection[OffloadKey]
+        self, waiting: Waiting, keys: Collection[OffloadKey], context: Any
     ) -> Collection[OffloadKey]:
-        """Those of ``keys`` for which nothing is given up that waits, as far as that is kept, and
-        that leave room for what will be brought up.
+        """Those of a request's ``keys`` for which nothing is given up that others wait for, and
+        that leave room for what may still be brought up: up to the first that nobody waits for and
+        that finds no other place. Nothing behind it either, now or later.
         """
         assert self._tier is not None
-        ram = self._ram
+        ram, allowances = self._ram, self._tier.allowances
         if not (self._reorders and waiting and isinstance(ram._policy, LRUCachePolicy)):
             return keys
+        request_id = context.req_id
+        if not allowances.may_store(request_id):
+            self._tier.left_out(len(keys))
+            return []
         self._evict_waiting_last_from_ram(waiting)
-        kept = self._rows_kept and self._rows_kept + self._tier.allowances.room_rows
-        room = ram._get_num_free_chunks() + ram._num_evictable_cache_chunks - kept
-        if not kept or len(keys) <= room:
+        if not self._rows_kept:
             return keys
-        admitted = []
-        for key in keys:
-            if ram._policy.get(key) is None and not waiting.turn(get_offload_block_hash(key)):
+        free = ram._get_num_free_chunks()
+        beside = ram._num_evictable_cache_chunks - self._rows_kept - allowances.rows_left
+        room = free + max(0, beside)
+        position = context.get_offload_key_position
+        fitting: set[OffloadKey] = set()
+        for key in sorted(keys, key=lambda key: position(key) or 0):
+            if ram._policy.get(key) is None:
                 room -= 1
-                if room < 0:
-                    continue
-            admitted.append(key)
-        return admitted
+                if room < 0 and not waiting.turn(get_offload_block_hash(key)):
+                    allowances.cut(request_id)
+                    self._tier.left_out(len(keys) - len(fitting))
+                    break
+            fitting.add(key)
+        # In vLLM's order, which is that of the blocks they are copied from.
+        return [key for key in keys if key in fitting]
 
     def _keys(
         self, hashes: Sequence[bytes], first_token: int, end_token: int | None = None

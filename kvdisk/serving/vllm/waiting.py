@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any, Final, TypeVar
 
 from vllm.logger import init_logger
@@ -23,7 +22,7 @@ Answer = TypeVar("Answer")
 
 _WINDOW_BLOCKS: Final = 1024  # looked at, at each end of vLLM's queue: half a millisecond
 _STEP_BLOCKS: Final = 4096  # and no more in a step of the engine, however many requests begin in it
-_LAST_REQUESTS: Final = 16  # looked at when all that is free is wanted
+_LOOKS_PER_REQUEST: Final = 16  # to find the end of what is there of it
 _HASHES_MIN: Final = 65_536  # remembered of those that wait, and more for a device that holds more
 _HASHES_PER_BLOCK: Final = 8
 
@@ -89,6 +88,9 @@ class Waiting:
     def __len__(self) -> int:
         return len(self._hashes)
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._hashes
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._hashes)
 
@@ -116,7 +118,9 @@ class DeviceCache:
         self._group: int | None = None if group is None else group.group_idx
         self._block_tokens: int = 0 if group is None else group.tokens_per_block
         self._hashes_per_block = self._block_tokens // pool.hash_block_size
-        self._all_wanted = 0  # blocks that were seen, less twice those that nobody waits for
+        self._wanted_in_a_row = (
+            0  # blocks seen, less the others: as many as are free, and all were seen
+        )
         self._blocks_left = _STEP_BLOCKS
 
     @property
@@ -137,33 +141,40 @@ class DeviceCache:
             return
         needed = int(needed_tokens * self._blocks_per_token) + 1
         queue = self._pool.free_block_queue
-        head, whole = self._window(waiting, needed, forward=True)
-        first = [block for turn, block in head if not turn]
-        enough = len(first) == needed
-        seen_all = whole or self._all_wanted >= queue.num_free_blocks
-        wanted = [block for turn, block in head if turn]
-        self._all_wanted = 0 if enough else max(0, self._all_wanted + 2 * len(wanted) - len(head))
-        if enough or (first and not seen_all):
-            # What lies behind the window is as good as what is known not to be wanted.
-            self._move(wanted, queue.append_n)
-            return
-        if not whole:
-            # What was given back last is at the other end.
-            tail, _ = self._window(waiting, needed - len(first), forward=False)
-            seen = {block.block_id for _, block in head}
-            given = [block for turn, block in reversed(tail) if not turn]
-            first += [block for block in given if block.block_id not in seen]
-            if len(first) < needed and not seen_all:
-                self._move(wanted, queue.append_n)  # what nobody waits for may lie between the two
-                self._move(first, queue.prepend_n)
+        given: list[Any] | None = None
+        while True:
+            head, whole = self._window(waiting, needed, forward=True)
+            wanted = [block for turn, block in head if turn]
+            first = [block for turn, block in head if not turn]
+            enough = len(first) == needed
+            in_a_row = self._wanted_in_a_row + len(wanted) - len(first)
+            self._wanted_in_a_row = 0 if enough else max(0, min(in_a_row, queue.num_free_blocks))
+            known = whole or 2 * self._wanted_in_a_row >= queue.num_free_blocks
+            if enough or (first and not known):
+                # What lies behind the window is as good as what is known not to be wanted.
+                self._move(wanted, queue.append_n)
                 return
-        if self._served_as_they_come:
+            if given is None:  # before what is wanted is moved there
+                given = [] if whole else self._given_back(waiting, needed - len(first))
+            if known or self._blocks_left <= 0:
+                break
+            self._move(wanted, queue.append_n)
+        seen = {block.block_id for block in first}
+        first += [block for block in given if block.block_id not in seen]
+        if known and self._served_as_they_come:
             last = head if whole else self._last_wanted(waiting, needed - len(first))
             last = sorted(last, key=lambda each: each[0], reverse=True)
             first += [block for turn, block in last if turn]
         first = first[:needed]
-        if any(block is not at for (_, at), block in zip(head, first, strict=False)):
-            self._move(first, queue.prepend_n)
+        if not whole and self._wanted_in_a_row < queue.num_free_blocks:
+            self._move(wanted, queue.append_n)  # what nobody waits for may lie further behind
+        elif all(block is at for (_, at), block in zip(head, first, strict=False)):
+            return
+        self._move(first, queue.prepend_n)
+
+    def look_afresh(self) -> None:
+        """Some of what was wanted is not any more, wherever it lies."""
+        self._wanted_in_a_row = 0
 
     def step_ended(self) -> None:
         """So much may be looked at again."""
@@ -206,21 +217,36 @@ class DeviceCache:
         self._blocks_left -= len(seen)
         return seen, at is end
 
+    def _given_back(self, waiting: Waiting, needed: int) -> list[Any]:
+        """Of what was given back last, what nobody waits for, the oldest first."""
+        tail, _ = self._window(waiting, needed, forward=False)
+        return [block for turn, block in reversed(tail) if not turn]
+
     def _last_wanted(self, waiting: Waiting, needed: int) -> list[tuple[int, Any]]:
         """Free blocks of those that came last, each with its turn."""
         found: dict[int, tuple[int, Any]] = {}  # by their ids: none twice
-        for first_turn, hashes in islice(waiting.last_first(), _LAST_REQUESTS):
+        for turn, block in self._last_first(waiting):
+            if len(found) >= needed or self._blocks_left <= 0:
+                break
+            if block.ref_cnt == 0:
+                found[block.block_id] = turn, block
+        return [*found.values()]
+
+    def _last_first(self, waiting: Waiting) -> Iterator[tuple[int, Any]]:
+        """The blocks of those that came last, of each its tail first, as far as none before it has
+        wanted them.
+        """
+        for first_turn, hashes in waiting.last_first():
+            if self._blocks_left <= 0:
+                return
+            self._blocks_left -= _LOOKS_PER_REQUEST
             for number in reversed(range(self._found(hashes))):
-                if len(found) >= needed or self._blocks_left <= 0:
-                    return [*found.values()]
                 self._blocks_left -= 1
                 block = self._block(hashes, number)
                 turn = waiting.turn(get_block_hash(block.block_hash)) if block else 0
                 if turn < first_turn:
-                    break  # from here on, others have wanted it before
-                if block.ref_cnt == 0:
-                    found[block.block_id] = turn, block
-        return [*found.values()]
+                    break
+                yield turn, block
 
     def _move(self, blocks: list[Any], put: Callable[[list[Any]], None]) -> None:
         removed: list[Any] = []
@@ -297,14 +323,24 @@ class KeepWaiting:
         return meta
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
-        self._ask_waiting(lambda it: it.gone(request.request_id), None)
+        self._ended(request.request_id)
         return super().request_finished(request, block_ids)  # type: ignore[misc]
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
-        self._ask_waiting(lambda it: it.gone(request.request_id), None)
+        self._ended(request.request_id)
         return super().request_finished_all_groups(request, block_ids)  # type: ignore[misc]
 
+    def waits_no_more(self) -> None:
+        """Somebody has ended who waited: what was found of the caches may be so no more."""
+        if self._device is not None:
+            self._device.look_afresh()
+
     # --- steps of the above
+
+    def _ended(self, request_id: str) -> None:
+        if self.waiting is not None and request_id in self.waiting:
+            self.waits_no_more()
+        self._ask_waiting(lambda it: it.gone(request_id), None)
 
     def _bind(self, waiting: Waiting, pool: Any) -> None:
         scheduling = self._vllm_config.scheduler_config

@@ -46,7 +46,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     SlidingWindowSpec,
 )
-from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult, get_offload_group_idx
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -203,6 +203,7 @@ class Setting:
     seats: int = 8
     step_tokens: int = 128
     evict_waiting_last: bool = True
+    policy: str = "fcfs"
 
     def __str__(self) -> str:
         return f"{self.kinds}-{self.blocks_per_chunk}-{self.ram_rows}-{self.mode}"
@@ -288,6 +289,7 @@ class Engine:
         self.context = ForwardContext(no_compile_layers={}, attn_metadata={}, slot_mapping={})
         self.requests: dict[str, Request] = {}
         self.count = 0
+        self.tokens_computed = 0
 
     def _config(self, directory: Path) -> VllmConfig:
         setting, model = self.setting, directory / "model"
@@ -334,6 +336,7 @@ class Engine:
             model_config=model_config,
             scheduler_config=SchedulerConfig(
                 max_num_seqs=setting.seats,
+                policy=setting.policy,
                 max_num_batched_tokens=setting.step_tokens,
                 max_model_len=4096,
                 enable_chunked_prefill=True,
@@ -392,7 +395,9 @@ class Engine:
     def step(self, moves_end: float = 0.5, seconds: float = 0.02) -> None:
         """One step of the engine; each move under way ends in it by chance."""
         output = self.scheduler.schedule()
+        self.tokens_computed += sum(output.num_scheduled_tokens.values())
         meta = output.kv_connector_metadata
+        self._check_stores(meta.store_jobs)
         self.worker_half.handle_preemptions(meta)
         self.worker_half.bind_connector_metadata(meta)
         self.worker_half.start_load_kv(self.context)
@@ -444,6 +449,24 @@ class Engine:
                 left = max(0, running.num_tokens - running.num_computed_tokens)
                 # An answer's token is known to vLLM before the planner hears of it.
                 assert abs(planner._requests[running.request_id].to_compute - left) <= 1
+
+    def _check_stores(self, jobs: dict[int, Any]) -> None:
+        """Each row is for the block that is copied into it.
+
+        Not of requests that have ended, nor of what has left a window: these blocks may be
+        another's by now, but vLLM has them copied before.
+        """
+        if self.setting.blocks_per_chunk > 1:
+            return
+        blocks = self.scheduler.kv_cache_manager.block_pool.blocks
+        groups = self.half.config.kv_group_configs
+        for job in jobs.values():
+            if job.req_id not in self.requests:
+                continue
+            keys = MOVES.keys_of[id(job.dst_spec)][1]
+            for key, number in zip(keys, job.src_spec.block_ids.tolist(), strict=True):
+                if groups[get_offload_group_idx(key)].sliding_window_size_in_chunks is None:
+                    assert blocks[number].block_hash in (key, None), "another block's row"
 
     def _forget_finished(self) -> None:
         for request_id, request in list(self.requests.items()):

@@ -202,7 +202,7 @@ def below_ram(root: Path, ram_bytes: int = 8 << 20, **options: Any) -> dict[str,
                     "path": str(root),
                     "capacity": "64MiB",
                     "ring": "16MiB",
-                    "store_queue": "16MiB",  # a prompt is more than a quarter of this RAM tier
+                    "store_queue": "16MiB",  # several prompts are more than half of this RAM tier
                     **UNHURRIED,
                     **options,
                 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from vllm.v1.core.kv_cache_utils import (
     get_block_hash,
     make_block_hash_with_group_id,
 )
-from vllm.v1.kv_offload.base import make_offload_key
+from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 from vllm.v1.request import Request
 
 from kvdisk.serving.vllm.allowances import Look
+from kvdisk.serving.vllm.tiering_connector import KVDiskTieringConnector
 from kvdisk.serving.vllm.waiting import DeviceCache, Waiting
+from kvdisk.testing import Faults
 from tests.serving.vllm.below_ram import BLOCK_TOKENS, Engine, Setting, engine_of
 from tests.serving.vllm.chunks import broken
 from tests.serving.vllm.pools import cache, group, hashes, pool_of
@@ -92,19 +95,49 @@ def test_vllms_order_stays_where_nothing_that_is_wanted_would_be_taken() -> None
     assert next_evicted(pool) == before
 
 
-@pytest.mark.parametrize("place", ["head", "middle", "tail"])
-def test_a_queue_longer_than_is_looked_at(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", [0, 3, 7, 10])
+def test_a_queue_longer_than_is_looked_at(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody waits for is found after some calls, each of which looks at a part alone."""
     monkeypatch.setattr("kvdisk.serving.vllm.waiting._WINDOW_BLOCKS", 8)
-    wanted = {name: hashes(name, 6) for name in "abcdef"}
+    wanted = {name: hashes(name, 6) for name in "abcdefghij"}
     prompts = [*wanted.values()]
-    prompts.insert({"head": 0, "middle": 3, "tail": 6}[place], hashes("x", 6))
+    prompts.insert(place, hashes("x", 6))
     pool, device = pool_of(*prompts)
     waiting = waiting_for(**wanted)
-    for _ in range(4):
+    for _ in range(20):
+        device.step_ended()
         device.evict_waiting_last(waiting, 4 * BLOCK_TOKENS)
     assert {each[0] for each in next_evicted(pool)[:5]} == {"x"}
-    assert len(next_evicted(pool)) == 7 * 6
+    assert len(next_evicted(pool)) == 11 * 6
+
+
+def test_of_those_that_share_a_document_each_one_s_own_goes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvdisk.serving.vllm.waiting._WINDOW_BLOCKS", 8)
+    document, own = hashes("s", 30), {name: hashes(name, 1) for name in "abcdef"}
+    pool, device = pool_of(document, *own.values())
+    device.evict_waiting_last(
+        waiting_for(**{name: document + mine for name, mine in own.items()}), 9 * BLOCK_TOKENS
+    )
+    assert next_evicted(pool)[:8] == ["f0", "e0", "d0", "c0", "b0", "a0", "s29", "s28"]
+
+
+def test_of_a_long_queue_of_which_all_is_wanted_the_last_goes_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four documents were lost while the rest of the queue was looked at, one for each look."""
+    monkeypatch.setattr("kvdisk.serving.vllm.waiting._WINDOW_BLOCKS", 8)
+    monkeypatch.setattr("kvdisk.serving.vllm.waiting._STEP_BLOCKS", 44)  # half of it, and some
+    monkeypatch.setattr("kvdisk.serving.vllm.waiting._LOOKS_PER_REQUEST", 1)
+    wanted = {name: hashes(name, 6) for name in "abcdefgh"}
+    pool, device = pool_of(*wanted.values())
+    waiting = waiting_for(**wanted)
+    for last in ("h5h4h3h2h1h0", "g5g4g3g2g1g0"):
+        device.evict_waiting_last(waiting, 5 * BLOCK_TOKENS)
+        assert "".join(next_evicted(pool)[:6]) == last
+        pool.get_new_blocks(6)
+        device.step_ended()
 
 
 def test_a_long_queue_of_which_all_is_wanted_comes_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +161,11 @@ def test_a_need_beyond_what_is_looked_at_takes_nothing_that_is_wanted(
     monkeypatch.setattr("kvdisk.serving.vllm.waiting._STEP_BLOCKS", steps_blocks)
     wanted = {name: hashes(name, 4) for name in "ab"}
     pool, device = pool_of(wanted["a"], *(hashes(name, 10) for name in "uvwxyz"), wanted["b"])
-    device.step_ended()
-    device.evict_waiting_last(waiting_for(**wanted), 40 * BLOCK_TOKENS)
-    assert not {"a", "b"} & {each[0] for each in next_evicted(pool)[:41]}
+    for _ in range(30):
+        device.step_ended()
+        device.evict_waiting_last(waiting_for(**wanted), 40 * BLOCK_TOKENS)
+    unwanted = [name for name in "uvwxyz" for _ in range(10)]
+    assert [each[0] for each in next_evicted(pool)[:41]] == unwanted[:41]
 
 
 def test_what_is_in_use_costs_no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,14 +393,14 @@ def test_the_ram_tier_gives_up_what_is_wanted_last(shared: int, tmp_path: Path) 
 
 
 def touch_ram(engine: Engine) -> None:
-    engine.ours._touched, engine.ours._touch_again_at = False, 0
+    engine.ours._steps_since_touch, engine.ours._touch_at_change = 1, 0
     engine.ours._ask_waiting(engine.ours._evict_waiting_last_from_ram, None)
 
 
-def six_in_ram(engine: Engine) -> list[list[int]]:
-    """Prompts that take three quarters of a RAM tier of eight, and are on the device no more."""
+def in_ram_alone(engine: Engine, count: int = 6) -> list[list[int]]:
+    """Prompts in a RAM tier of eight, that are on the device no more."""
     engine.chance.random = lambda: 1.0  # type: ignore[method-assign]
-    prompts = [[10 + number] * (CHUNKS * BLOCK_TOKENS) for number in range(6)]
+    prompts = [[10 + number] * (CHUNKS * BLOCK_TOKENS) for number in range(count)]
     for prompt in prompts:
         engine.ask_for(prompt)
         drain(engine)
@@ -381,9 +416,9 @@ def test_what_waits_is_not_given_up_for_what_nobody_waits_for(keep: bool, tmp_pa
     """In the RAM tier, by whatever is computed before it; when nobody waits, all is stored."""
     setting = Setting(**EIGHT_IN_RAM, evict_waiting_last=keep)
     with engine_of(tmp_path, setting) as engine:
-        prompts = six_in_ram(engine)
+        prompts = in_ram_alone(engine)
         others = [engine.ask_for([50 + number] * CHUNKS * BLOCK_TOKENS) for number in range(4)]
-        waiting = [engine.ask_for(prompt) for prompt in prompts]
+        waiting = [engine.ask_for(prompt) for prompt in prompts[:4]]
         while not all(each.is_finished() for each in others):
             engine.step(moves_end=2.0)
         left = [in_ram(engine, each) for each in waiting]
@@ -391,40 +426,178 @@ def test_what_waits_is_not_given_up_for_what_nobody_waits_for(keep: bool, tmp_pa
         last = engine.ask_for([70] * CHUNKS * BLOCK_TOKENS)
         drain(engine)
         assert in_ram(engine, last) == CHUNKS
-    assert (left == [CHUNKS] * 6) is keep
+    assert (left == [CHUNKS] * 4) is keep
+
+
+def fitting(engine: Engine, prompt: list[bytes], request: str | None = None) -> int:
+    """How many chunks of a prompt would be stored now."""
+    context = ReqContext(request or "other")
+    keys = [make_offload_key(each, 0) for each in prompt]
+    for number, key in enumerate(keys):
+        context.set_offload_key_position(key, (number + 1) * BLOCK_TOKENS)
+    found = engine.ours._beside_what_waits(engine.ours.waiting, keys, context)
+    assert found == keys[: len(found)]
+    engine.tier.allowances.gone("other")
+    return len(found)
+
+
+LONG = hashes("long", 10 * CHUNKS)
 
 
 def test_only_what_is_there_and_wanted_is_kept(tmp_path: Path) -> None:
-    """What is brought up for a request has room of its own."""
     with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
-        ours = engine.ours
-        prompts = six_in_ram(engine)
+        prompts = in_ram_alone(engine)
         engine.ask_for([50] * CHUNKS * BLOCK_TOKENS)
-        keys = [make_offload_key(each, 0) for each in hashes("other", 10 * CHUNKS)]
-        assert ours._beside_what_waits(ours.waiting, keys) is keys, "nothing is wanted of it"
+        assert fitting(engine, LONG) == 10 * CHUNKS, "nothing is wanted of it"
         waiting = [engine.ask_for(prompt) for prompt in prompts[:4]]
         touch_ram(engine)
-        left = 4 * CHUNKS - engine.tier.allowances.room_rows
-        assert ours._beside_what_waits(ours.waiting, keys) == keys[:left]
-        engine.tier.allowances.allow(waiting[0].request_id, Look(BLOCK_TOKENS), 0)
+        assert fitting(engine, LONG) == 2 * CHUNKS, "a quarter is for the disk's"
+        engine.tier.allowances.allow(waiting[0].request_id, look({0, 1, 2}), 3 * BLOCK_TOKENS)
         touch_ram(engine)
-        assert ours._beside_what_waits(ours.waiting, keys) == keys[: left + CHUNKS]
+        assert fitting(engine, LONG) == 2 * CHUNKS + 3, "and some of that is taken"
         engine.tier.allowances.settled(waiting[0].request_id)
         drain(engine)
 
 
-def test_what_somebody_waits_for_is_stored_whatever_waits(tmp_path: Path) -> None:
+def look(chunks: set[int]) -> Look:
+    found = Look(BLOCK_TOKENS)
+    for number in chunks:
+        found.told((1 + number) * BLOCK_TOKENS, True)
+    return found
+
+
+def test_what_many_wait_for_is_kept_once(tmp_path: Path) -> None:
+    """One system prompt, and a queue of questions, stopped every store."""
     with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
-        prompts = six_in_ram(engine)
-        shared = [50] * (CHUNKS - 1) * BLOCK_TOKENS
+        prompts = in_ram_alone(engine)
+        for _ in range(12):
+            engine.ask_for(prompts[0])
+        touch_ram(engine)
+        assert fitting(engine, LONG) == 5 * CHUNKS
+        drain(engine)
+
+
+def test_what_is_held_for_the_disk_is_not_counted_twice(tmp_path: Path) -> None:
+    with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
+        engine.chance.random = lambda: 1.0  # type: ignore[method-assign]
+        prompts = [[10 + number] * (CHUNKS * BLOCK_TOKENS) for number in range(4)]
+        for number, prompt in enumerate(prompts):
+            engine.disk.faults = Faults(delay=float(number >= 2))
+            engine.ask_for(prompt)
+            for _ in range(9):
+                engine.step(moves_end=2.0)
+        engine.scheduler.kv_cache_manager.reset_prefix_cache()
+        assert engine.tier._held_rows == 2 * CHUNKS
+        for prompt in prompts:
+            engine.ask_for(prompt)
+        touch_ram(engine)
+        assert fitting(engine, LONG) == 4 * CHUNKS, "as much as is free"
+        engine.disk.faults = Faults()
+        drain(engine)
+
+
+def test_what_is_stored_takes_room_whoever_waits_for_it(tmp_path: Path) -> None:
+    with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
+        prompts = in_ram_alone(engine)
+        for prompt in prompts[:4]:
+            engine.ask_for(prompt)
+        wanted = engine.ask_for([90] * CHUNKS * BLOCK_TOKENS)
+        touch_ram(engine)
+        assert fitting(engine, [*wanted.block_hashes, *LONG]) == 2 * CHUNKS
+        drain(engine)
+
+
+def test_nothing_is_stored_behind_what_was_left_out(tmp_path: Path) -> None:
+    """It would never be found."""
+    with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
+        for prompt in in_ram_alone(engine)[:4]:
+            engine.ask_for(prompt)
+        touch_ram(engine)
+        assert fitting(engine, LONG[: 3 * CHUNKS], request="cut") == 2 * CHUNKS
+        assert fitting(engine, LONG[-1:], request="cut") == 0
+        assert fitting(engine, LONG[-1:]) == 1
+        assert engine.tier._tier.stats().counters.refusals["waiting"] == CHUNKS + 1
+        engine.tier.allowances.gone("cut")
+        assert fitting(engine, LONG[-1:], request="cut") == 1
+        drain(engine)
+
+
+@pytest.mark.parametrize("what", ["aborted", "reset"])
+def test_what_waits_no_more_is_not_kept_for_long(what: str, tmp_path: Path) -> None:
+    """While somebody waits who wants nothing of it."""
+    with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
+        prompts = in_ram_alone(engine, 8)
+        engine.ask_for([50] * BLOCK_TOKENS, 200)
+        waiting = [engine.ask_for(prompt) for prompt in prompts]
+        engine.ask_for([60] * BLOCK_TOKENS)
+        engine.step(moves_end=2.0)
+        touch_ram(engine)
+        assert fitting(engine, LONG) in (2 * CHUNKS, 2 * CHUNKS - 1), "a quarter is for what is new"
+        engine.step(moves_end=2.0)
+        if what == "aborted":
+            for each in waiting:
+                engine.abort(each.request_id)
+        else:
+            engine.reset()
+            assert fitting(engine, LONG) >= 7 * CHUNKS, "what is free is nobody's"
+            for _ in range(64):
+                engine.step(moves_end=2.0)
+        assert fitting(engine, LONG) == 10 * CHUNKS
+        drain(engine)
+
+
+def test_what_somebody_waits_for_is_stored_whatever_waits(tmp_path: Path) -> None:
+    setting = Setting(**{**EIGHT_IN_RAM, "step_tokens": 4 * CHUNKS * BLOCK_TOKENS})
+    with engine_of(tmp_path, setting) as engine:
+        prompts = in_ram_alone(engine, 8)
+        shared = [50] * 3 * CHUNKS * BLOCK_TOKENS
         first = engine.ask_for([*shared, *[51] * BLOCK_TOKENS])
         for prompt in prompts:
             engine.ask_for(prompt)
         engine.ask_for([*shared, *[52] * BLOCK_TOKENS])
         while not first.is_finished():
             engine.step(moves_end=2.0)
-        assert in_ram(engine, first) == CHUNKS - 1
+        assert in_ram(engine, first) == 3 * CHUNKS
         drain(engine)
+
+
+def computed_a_turn(directory: Path, shared_chunks: int, ram_rows: int, keep: bool) -> float:
+    """Tokens, in chats that all wait for two seats again and again: a queue that never ends."""
+    setting = Setting(ram_rows=ram_rows, slots=2048, seats=2, step_tokens=256)
+    setting.evict_waiting_last = keep
+    directory.mkdir()
+    with engine_of(directory, setting) as engine:
+        chance = random.Random(5)
+        turns = 0
+
+        def more(prompt: list[int], chunks: int) -> list[int]:
+            return [*prompt, *(3 + chance.randrange(900) for _ in range(chunks * BLOCK_TOKENS))]
+
+        head = [7] * shared_chunks * BLOCK_TOKENS
+        chats = [engine.ask_for(more(head, 3), 4) for _ in range(30)]
+        for _ in range(800):
+            engine.step(moves_end=0.8)
+            for number, chat in enumerate(chats):
+                if chat.is_finished():
+                    turns += 1
+                    prompt = [*chat.all_token_ids] if len(chat.all_token_ids) < 400 else head
+                    chats[number] = engine.ask_for(more(prompt, 3), 4)
+        for chat in chats:
+            engine.abort(chat.request_id)
+        drain(engine)
+    return engine.tokens_computed / turns
+
+
+@pytest.mark.parametrize(("shared_chunks", "ram_rows"), [(8, 256), (0, 256), (0, 128)])
+def test_with_a_queue_that_never_ends_no_more_is_computed_for_it(
+    shared_chunks: int, ram_rows: int, tmp_path: Path
+) -> None:
+    """Found by an attack: nothing new was stored any more, and twice as much computed."""
+    on, off = (
+        computed_a_turn(tmp_path / str(keep), shared_chunks, ram_rows, keep)
+        for keep in (True, False)
+    )
+    assert on <= 1.02 * off
 
 
 def test_the_ram_tier_is_touched_now_and_then(
@@ -467,7 +640,7 @@ def test_the_ram_tier_is_touched_once_in_a_step_and_in_part(tmp_path: Path) -> N
         patch.setattr("kvdisk.serving.vllm.tiering_connector._LOOKED_MAX", 10)
         patch.setattr("kvdisk.serving.vllm.tiering_connector._LOOKS_PER_REQUEST", 1)
         patch.setattr("kvdisk.serving.vllm.tiering_connector._TOUCHED_LEAST", 1)
-        engine.ours._touch_again_at = 0
+        engine.ours._touch_at_change = 0
         for number in range(40):
             engine.ask_for([10 + number] * tokens)
         engine.step(moves_end=2.0)
@@ -565,6 +738,66 @@ def test_room_is_what_is_free_beside_all_of_a_request(tmp_path: Path) -> None:
         engine.ask(1, CHUNKS * BLOCK_TOKENS, 1)
         drain(engine)
     assert told == [3 * CHUNKS * BLOCK_TOKENS]
+
+
+def test_in_each_step_as_much_may_be_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvdisk.serving.vllm.waiting._STEP_BLOCKS", 2 * CHUNKS)
+    with engine_of(tmp_path, Setting(step_tokens=2 * BLOCK_TOKENS)) as engine:
+        left: list[int] = []
+        for prefix in range(3):
+            engine.ask(prefix, CHUNKS * BLOCK_TOKENS, 1)
+        engine.ask(4, CHUNKS * BLOCK_TOKENS, 1)
+        for _ in range(20):
+            engine.step(moves_end=2.0)
+            left.append(engine.ours._device._blocks_left)
+        drain(engine)
+    # After a step's end the next one's blocks are looked at.
+    assert min(left) > 0
+    assert max(left) <= 2 * CHUNKS
+
+
+def test_before_a_request_is_given_blocks_as_many_are_put_first(tmp_path: Path) -> None:
+    """All of a prompt that is loaded takes its blocks at once, however small a step is."""
+    with engine_of(tmp_path, Setting(step_tokens=2 * BLOCK_TOKENS)) as engine:
+        needed: list[float] = []
+        device = engine.ours._device
+        device.evict_waiting_last = lambda waiting, tokens: needed.append(tokens)
+        engine.ask(1, CHUNKS * BLOCK_TOKENS, 1)
+        engine.ask(2, CHUNKS * BLOCK_TOKENS, 1)  # else nobody is left who waits
+        engine.step(moves_end=2.0)
+        drain(engine)
+    assert needed[0] == CHUNKS * BLOCK_TOKENS
+    assert min(needed) == 2 * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_who_is_served_first_is_as_vllm_schedules(policy: str, tmp_path: Path) -> None:
+    with engine_of(tmp_path, Setting(policy=policy)) as engine:
+        assert engine.ours._device._served_as_they_come is (policy == "fcfs")
+
+
+def test_what_is_in_use_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdisk.serving.vllm.waiting._WINDOW_BLOCKS", 4)
+    wanted = {name: hashes(name, 6) for name in "abc"}
+    pool, device = pool_of(*wanted.values())
+    pool.touch([pool.get_cached_block(BlockHash(each), [0])[0] for each in wanted["c"][:3]])
+    for _ in range(9):
+        device.step_ended()
+        device.evict_waiting_last(waiting_for(**wanted), 4 * BLOCK_TOKENS)
+    assert next_evicted(pool)[:5] == ["c5", "c4", "c3", "b5", "b4"]
+
+
+def test_a_bug_in_what_is_stored_lets_vllm_store_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KVDiskTieringConnector, "_beside_what_waits", broken)
+    with engine_of(tmp_path, Setting(ram_rows=4 * CHUNKS)) as engine:
+        request = engine.ask(1, CHUNKS * BLOCK_TOKENS, 1)
+        drain(engine)
+        assert engine.ours.waiting is None
+        assert in_ram(engine, request) == CHUNKS
 
 
 @pytest.mark.parametrize(
