@@ -1,7 +1,7 @@
 """``KVDiskTieringConnector``: vLLM's offloading connector above a ``KVDiskTier``.
 
-It says whose blocks the tier keeps, how much of a prefix is worth bringing back from the disk, which
-rows of the RAM tier are still wanted, and which new blocks are not worth their place.
+It says whose blocks the tier keeps, how much of a prefix is worth bringing back from the disk,
+which rows of the RAM tier are still wanted, and which new blocks are not worth their place.
 """
 
 from __future__ import annotations
