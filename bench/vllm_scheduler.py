@@ -6,7 +6,8 @@ new objects each time (their hashes are not cached), in a tier that is full, so 
 evicts. There is no disk: what the ranks report is made up, and the report's own cost counts as
 "complete". Beside it runs the manager of vLLM's own RAM tier, as large.
 
-What waiting requests cost is measured on vLLM's own pool of as many blocks as a device may have.
+What waiting requests cost is measured on vLLM's own pool of as many blocks as a device may have,
+and on its own RAM tier, half full of what waits.
 
 Times are the thread's processor time, so that what else runs on the machine counts only as far as
 it disturbs the caches. A single lookup is too short for that clock: 64 are timed in a row, as many
@@ -35,7 +36,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import vllm
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from kvdisk.key_index import KEY_BYTES_MAX
@@ -45,6 +46,7 @@ from kvdisk.serving.vllm.waiting import Waiting
 from kvdisk.testing import SimulatedDisk, SimulatedWorker, simulated_config
 from kvdisk.tier import DiskTier
 from kvdisk.transfer import RowStatus
+from tests.serving.vllm.below_ram import Setting, engine_of
 from tests.serving.vllm.chunks import secondary_tier
 from tests.serving.vllm.pools import BLOCK_TOKENS, hashes, pool_of
 
@@ -222,6 +224,35 @@ def waiting_requests(calls: int, prompts: int = 100, blocks: int = 512) -> list[
     return [{"call": name, **row} for name, row in found.items()]
 
 
+def waiting_in_ram(calls: int, prompts: int = 32, chunks: int = 240) -> list[dict[str, Any]]:
+    """A touch of all that waits in vLLM's RAM tier, and what is left of a store beside it."""
+    setting = Setting(ram_rows=2 * prompts * chunks, gpu_blocks=2 * chunks)
+    with tempfile.TemporaryDirectory() as scratch, engine_of(Path(scratch), setting) as engine:
+        ours, ram = engine.ours, engine.manager.primary_tier
+        for number in range(prompts):
+            request = engine.ask_for([3 + number] * chunks * BLOCK_TOKENS)
+            keys = [make_offload_key(each, 0) for each in request.block_hashes]
+            ram.prepare_store(keys, REQUEST)
+            ram.complete_store(keys, REQUEST)
+        new = [make_offload_key(each, 0) for each in hashes("new", 512)]
+
+        def touch() -> None:
+            ours._touch_at_change, ours._steps_since_touch = 0, 1
+            ours._evict_waiting_last_from_ram(ours.waiting)
+
+        found = {
+            "touch in the RAM tier": timed((touch for _ in range(calls)), prompts * chunks),
+            "store beside what waits": timed(
+                (
+                    partial(ours._beside_what_waits, ours.waiting, new, REQUEST)
+                    for _ in range(calls)
+                ),
+                len(new),
+            ),
+        }
+    return [{"call": name, **row} for name, row in found.items()]
+
+
 def measure(subject: Any, keys: Keys, calls: int) -> list[dict[str, Any]]:
     gc.collect()
     rows = [{"call": name, **row} for name, row in lookups(subject.lookup, keys, calls).items()]
@@ -248,7 +279,8 @@ def main() -> None:
     ]
     results["vLLM's RAM tier"] = measure(RamManager(keys, slots), keys, options.calls)
     gc.collect()
-    results["waiting requests"] = waiting_requests(max(50, options.calls // 500))
+    few = max(50, options.calls // 500)
+    results["waiting requests"] = waiting_requests(few) + waiting_in_ram(few)
     report = {
         "what": "calls of vLLM's scheduler, each timed; no disk, no rank",
         "resident_blocks": slots,

@@ -25,5 +25,5 @@ def test_every_call_is_timed(tmp_path: Path) -> None:
     lookups = {("lookup, hit", 1), ("lookup, miss", 1)}
     assert called["KVDiskTier"] == lookups
     assert called["KVDiskManager"] == called["vLLM's RAM tier"] > lookups
-    assert len(called["waiting requests"]) == 5
+    assert len(called["waiting requests"]) == 7
     assert all(row["us_median"] > 0 for rows in results.values() for row in rows)
