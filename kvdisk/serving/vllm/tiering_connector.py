@@ -32,9 +32,7 @@ _TOUCHES_PER_CHANGE: Final = 4
 _TOUCHED_LEAST: Final = 256
 _TOUCHED_FOR_STEPS: Final = 64
 _LOOKED_MAX: Final = 8192  # rows at a time: ten to thirty milliseconds, if all are to be touched
-_KEPT: Final = (
-    0.5  # of the RAM tier: else a queue that never ends keeps all that is new off the disk
-)
+_KEPT: Final = 0.5  # of the RAM tier: a queue without end must not keep new blocks off the disk
 _LOOKS_PER_TOUCH: Final = 4  # as long as it takes
 _LOOKS_PER_REQUEST: Final = 8  # as long as finding out about one takes, were it never so short
 
@@ -211,12 +209,12 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
         """
         assert self._tier is not None
         ram, allowances = self._ram, self._tier.allowances
-        if not (self._reorders and waiting and isinstance(ram._policy, LRUCachePolicy)):
-            return keys
         request_id = context.req_id
         if not allowances.may_store(request_id):
             self._tier.left_out(len(keys))
             return []
+        if not (self._reorders and waiting and isinstance(ram._policy, LRUCachePolicy)):
+            return keys
         self._evict_waiting_last_from_ram(waiting)
         if not self._rows_kept:
             return keys

@@ -517,9 +517,10 @@ def test_nothing_is_stored_behind_what_was_left_out(tmp_path: Path) -> None:
         assert fitting(engine, LONG[-1:], request="cut") == 0
         assert fitting(engine, LONG[-1:]) == 1
         assert engine.tier._tier.stats().counters.refusals["waiting"] == CHUNKS + 1
+        drain(engine)
+        assert fitting(engine, LONG[-1:], request="cut") == 0
         engine.tier.allowances.gone("cut")
         assert fitting(engine, LONG[-1:], request="cut") == 1
-        drain(engine)
 
 
 @pytest.mark.parametrize("what", ["aborted", "reset"])
