@@ -60,6 +60,8 @@ from kvdisk.testing import SimulatedDisk, simulated_config, simulated_tier
 BLOCK_TOKENS = 16
 ROW_BYTES = 4096
 END_TOKEN = 2
+CHUNKS = 8  # of a prompt, where a test does not say otherwise
+STEPS_MAX = 500
 
 
 def content(key: bytes) -> bytes:
@@ -430,6 +432,14 @@ class Engine:
             ),
         )
         self._forget_finished()
+
+    def drain(self) -> None:
+        """Until nothing waits, runs or is moved."""
+        for _ in range(STEPS_MAX):
+            if self.idle:
+                return
+            self.step(moves_end=2.0)
+        raise AssertionError(f"not idle after {STEPS_MAX} steps")
 
     def check(self) -> None:
         """What holds between steps."""

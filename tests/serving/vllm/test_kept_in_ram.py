@@ -1,0 +1,333 @@
+"""What waits stays in vLLM's RAM tier: vLLM's own scheduler above a simulated disk."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
+
+from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+from vllm.v1.request import Request
+
+from kvdisk.serving.vllm.allowances import Look
+from kvdisk.serving.vllm.tiering_connector import KVDiskTieringConnector
+from kvdisk.serving.vllm.waiting import Waiting
+from kvdisk.testing import Faults
+from tests.serving.vllm.below_ram import BLOCK_TOKENS, CHUNKS, Engine, Setting, engine_of
+from tests.serving.vllm.chunks import broken
+from tests.serving.vllm.pools import hashes
+
+pytestmark = pytest.mark.quick
+
+
+def in_ram(engine: Engine, request: Request) -> int:
+    """How many chunks of a request's prompt the RAM tier has."""
+    ram = engine.manager.primary_tier._policy
+    return sum(ram.get(make_offload_key(each, 0)) is not None for each in request.block_hashes)
+
+
+@pytest.mark.parametrize("shared", [0, 1], ids=["apart", "one-system-prompt"])
+def test_the_ram_tier_gives_up_what_is_wanted_last(shared: int, tmp_path: Path) -> None:
+    """Also where the device has the first block of all of them."""
+    setting = Setting(ram_rows=5 * CHUNKS, step_tokens=CHUNKS * BLOCK_TOKENS)
+    with engine_of(tmp_path, setting) as engine:
+        engine.chance.random = lambda: 1.0  # type: ignore[method-assign]
+        prompts = [[3] * (shared * BLOCK_TOKENS) for _ in range(4)]
+        for prefix, prompt in enumerate(prompts):
+            prompt += [10 + prefix] * (CHUNKS * BLOCK_TOKENS - len(prompt))
+            engine.ask_for(prompt)
+            engine.drain()
+        engine.scheduler.kv_cache_manager.reset_prefix_cache()
+        if shared:
+            engine.ask_for([3] * BLOCK_TOKENS + [9])
+            engine.drain()
+        for prompt in prompts:
+            engine.ask_for(prompt)
+        touch_ram(engine)
+        engine.manager.primary_tier._policy.evict(CHUNKS, set())
+        left = [in_ram(engine, each) for each in engine.requests.values()]
+        engine.drain()
+    assert left == [CHUNKS - shared] * 3 + [0]
+
+
+def touch_ram(engine: Engine) -> None:
+    engine.ours._steps_since_touch, engine.ours._touch_at_change = 1, 0
+    engine.ours._ask_waiting(engine.ours._evict_waiting_last_from_ram, None)
+
+
+def in_ram_alone(engine: Engine, count: int = 6) -> list[list[int]]:
+    """Prompts in a RAM tier of eight, that are on the device no more."""
+    engine.chance.random = lambda: 1.0  # type: ignore[method-assign]
+    prompts = [[10 + number] * (CHUNKS * BLOCK_TOKENS) for number in range(count)]
+    for prompt in prompts:
+        engine.ask_for(prompt)
+        engine.drain()
+    engine.scheduler.kv_cache_manager.reset_prefix_cache()
+    return prompts
+
+
+EIGHT_IN_RAM = {"ram_rows": 8 * CHUNKS, "step_tokens": CHUNKS * BLOCK_TOKENS, "seats": 1}
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_waits_is_not_given_up_for_what_nobody_waits_for(keep: bool, tmp_path: Path) -> None:
+    """In the RAM tier, by whatever is computed before it; when nobody waits, all is stored."""
+    setting = Setting(**EIGHT_IN_RAM, evict_waiting_last=keep)
+    with engine_of(tmp_path, setting) as engine:
+        prompts = in_ram_alone(engine)
+        others = [engine.ask_for([50 + number] * CHUNKS * BLOCK_TOKENS) for number in range(4)]
+        waiting = [engine.ask_for(prompt) for prompt in prompts[:4]]
+        while not all(each.is_finished() for each in others):
+            engine.step(moves_end=2.0)
+        left = [in_ram(engine, each) for each in waiting]
+        engine.drain()
+        last = engine.ask_for([70] * CHUNKS * BLOCK_TOKENS)
+        engine.drain()
+        assert in_ram(engine, last) == CHUNKS
+    assert (left == [CHUNKS] * 4) is keep
+
+
+def fitting(engine: Engine, prompt: list[bytes], request: str | None = None) -> int:
+    """How many chunks of a prompt would be stored now."""
+    context = ReqContext(request or "other")
+    keys = [make_offload_key(each, 0) for each in prompt]
+    for number, key in enumerate(keys):
+        context.set_offload_key_position(key, (number + 1) * BLOCK_TOKENS)
+    found = engine.ours._beside_what_waits(engine.ours.waiting, keys, context)
+    assert found == keys[: len(found)]
+    engine.tier.allowances.gone("other")
+    return len(found)
+
+
+LONG = hashes("long", 10 * CHUNKS)
+
+
+def test_only_what_is_there_and_wanted_is_kept(tmp_path: Path) -> None:
+    with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
+        prompts = in_ram_alone(engine)
+        engine.ask_for([50] * CHUNKS * BLOCK_TOKENS)
+        assert fitting(engine, LONG) == 10 * CHUNKS, "nothing is wanted of it"
+        waiting = [engine.ask_for(prompt) for prompt in prompts[:4]]
+        touch_ram(engine)
+        assert fitting(engine, LONG) == 2 * CHUNKS, "a quarter is for the disk's"
+        engine.tier.allowances.allow(waiting[0].request_id, look({0, 1, 2}), 3 * BLOCK_TOKENS)
+        touch_ram(engine)
+        assert fitting(engine, LONG) == 2 * CHUNKS + 3, "and some of that is taken"
+        engine.tier.allowances.settled(waiting[0].request_id)
+        engine.drain()
+
+
+def look(chunks: set[int]) -> Look:
+    found = Look(BLOCK_TOKENS)
+    for number in chunks:
+        found.told((1 + number) * BLOCK_TOKENS, True)
+    return found
+
+
+def test_what_many_wait_for_is_kept_once(tmp_path: Path) -> None:
+    """One system prompt, and a queue of questions, stopped every store."""
+    with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
+        prompts = in_ram_alone(engine)
+        for _ in range(12):
+            engine.ask_for(prompts[0])
+        touch_ram(engine)
+        assert fitting(engine, LONG) == 5 * CHUNKS
+        engine.drain()
+
+
+def test_what_is_held_for_the_disk_is_not_counted_twice(tmp_path: Path) -> None:
+    with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
+        engine.chance.random = lambda: 1.0  # type: ignore[method-assign]
+        prompts = [[10 + number] * (CHUNKS * BLOCK_TOKENS) for number in range(4)]
+        for number, prompt in enumerate(prompts):
+            engine.disk.faults = Faults(delay=float(number >= 2))
+            engine.ask_for(prompt)
+            for _ in range(9):
+                engine.step(moves_end=2.0)
+        engine.scheduler.kv_cache_manager.reset_prefix_cache()
+        assert engine.tier._held_rows == 2 * CHUNKS
+        for prompt in prompts:
+            engine.ask_for(prompt)
+        touch_ram(engine)
+        assert fitting(engine, LONG) == 4 * CHUNKS, "as much as is free"
+        engine.disk.faults = Faults()
+        engine.drain()
+
+
+def test_what_is_stored_takes_room_whoever_waits_for_it(tmp_path: Path) -> None:
+    with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
+        prompts = in_ram_alone(engine)
+        for prompt in prompts[:4]:
+            engine.ask_for(prompt)
+        wanted = engine.ask_for([90] * CHUNKS * BLOCK_TOKENS)
+        touch_ram(engine)
+        assert fitting(engine, [*wanted.block_hashes, *LONG]) == 2 * CHUNKS
+        engine.drain()
+
+
+def test_nothing_is_stored_behind_what_was_left_out(tmp_path: Path) -> None:
+    """It would never be found."""
+    with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
+        for prompt in in_ram_alone(engine)[:4]:
+            engine.ask_for(prompt)
+        touch_ram(engine)
+        assert fitting(engine, LONG[: 3 * CHUNKS], request="cut") == 2 * CHUNKS
+        assert fitting(engine, LONG[-1:], request="cut") == 0
+        assert fitting(engine, LONG[-1:]) == 1
+        assert engine.tier._tier.stats().counters.refusals["waiting"] == CHUNKS + 1
+        engine.drain()
+        assert fitting(engine, LONG[-1:], request="cut") == 0
+        engine.tier.allowances.gone("cut")
+        assert fitting(engine, LONG[-1:], request="cut") == 1
+
+
+@pytest.mark.parametrize("what", ["aborted", "reset"])
+def test_what_waits_no_more_is_not_kept_for_long(what: str, tmp_path: Path) -> None:
+    """While somebody waits who wants nothing of it."""
+    with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
+        prompts = in_ram_alone(engine, 8)
+        engine.ask_for([50] * BLOCK_TOKENS, 200)
+        waiting = [engine.ask_for(prompt) for prompt in prompts]
+        engine.ask_for([60] * BLOCK_TOKENS)
+        engine.step(moves_end=2.0)
+        touch_ram(engine)
+        assert fitting(engine, LONG) in (2 * CHUNKS, 2 * CHUNKS - 1), "a quarter is for what is new"
+        engine.step(moves_end=2.0)
+        if what == "aborted":
+            for each in waiting:
+                engine.abort(each.request_id)
+        else:
+            engine.reset()
+            assert fitting(engine, LONG) >= 7 * CHUNKS, "what is free is nobody's"
+            for _ in range(64):
+                engine.step(moves_end=2.0)
+        assert fitting(engine, LONG) == 10 * CHUNKS
+        engine.drain()
+
+
+def test_what_somebody_waits_for_is_stored_whatever_waits(tmp_path: Path) -> None:
+    setting = Setting(**{**EIGHT_IN_RAM, "step_tokens": 4 * CHUNKS * BLOCK_TOKENS})
+    with engine_of(tmp_path, setting) as engine:
+        prompts = in_ram_alone(engine, 8)
+        shared = [50] * 3 * CHUNKS * BLOCK_TOKENS
+        first = engine.ask_for([*shared, *[51] * BLOCK_TOKENS])
+        for prompt in prompts:
+            engine.ask_for(prompt)
+        engine.ask_for([*shared, *[52] * BLOCK_TOKENS])
+        while not first.is_finished():
+            engine.step(moves_end=2.0)
+        assert in_ram(engine, first) == 3 * CHUNKS
+        engine.drain()
+
+
+def computed_a_turn(directory: Path, shared_chunks: int, ram_rows: int, keep: bool) -> float:
+    """Tokens, in chats that all wait for two seats again and again: a queue that never ends."""
+    setting = Setting(ram_rows=ram_rows, slots=2048, seats=2, step_tokens=256)
+    setting.evict_waiting_last = keep
+    directory.mkdir()
+    with engine_of(directory, setting) as engine:
+        chance = random.Random(5)
+        turns = 0
+
+        def more(prompt: list[int], chunks: int) -> list[int]:
+            return [*prompt, *(3 + chance.randrange(900) for _ in range(chunks * BLOCK_TOKENS))]
+
+        head = [7] * shared_chunks * BLOCK_TOKENS
+        chats = [engine.ask_for(more(head, 3), 4) for _ in range(30)]
+        for _ in range(800):
+            engine.step(moves_end=0.8)
+            for number, chat in enumerate(chats):
+                if chat.is_finished():
+                    turns += 1
+                    prompt = [*chat.all_token_ids] if len(chat.all_token_ids) < 400 else head
+                    chats[number] = engine.ask_for(more(prompt, 3), 4)
+        for chat in chats:
+            engine.abort(chat.request_id)
+        engine.drain()
+    return engine.tokens_computed / turns
+
+
+@pytest.mark.parametrize(("shared_chunks", "ram_rows"), [(8, 256), (0, 256), (0, 128)])
+def test_with_a_queue_that_never_ends_no_more_is_computed_for_it(
+    shared_chunks: int, ram_rows: int, tmp_path: Path
+) -> None:
+    """Found by an attack: nothing new was stored any more, and twice as much computed."""
+    on, off = (
+        computed_a_turn(tmp_path / str(keep), shared_chunks, ram_rows, keep)
+        for keep in (True, False)
+    )
+    assert on <= 1.02 * off
+
+
+def test_the_ram_tier_is_touched_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for each request; and not where its policy learns from each use."""
+    setting = Setting(ram_rows=2 * CHUNKS, step_tokens=CHUNKS * BLOCK_TOKENS)
+    with engine_of(tmp_path, setting) as engine:
+        touched: list[int] = []
+
+        def remember(keys: list[Any], _: str) -> None:
+            if len(keys) > CHUNKS:  # of more than the one that is asked for
+                touched.append(len(keys))
+
+        monkeypatch.setattr(engine.ours, "_touch_in_ram", remember)
+        for number in range(40):
+            engine.ask(number % 3, CHUNKS * BLOCK_TOKENS, 1)
+        engine.drain()
+        assert 3 <= len(touched) <= 40 / 2
+        touched.clear()
+        monkeypatch.setattr("kvdisk.serving.vllm.tiering_connector.LRUCachePolicy", Waiting)
+        for number in range(40):
+            engine.ask(number % 3, CHUNKS * BLOCK_TOKENS, 1)
+        engine.drain()
+        assert not touched
+
+
+def test_the_ram_tier_is_touched_once_in_a_step_and_in_part(tmp_path: Path) -> None:
+    """Found by an attack: 256 requests that began in a step had it touched 53 times."""
+    tokens = CHUNKS * BLOCK_TOKENS
+    setting = Setting(gpu_blocks=400, ram_rows=100 * CHUNKS, seats=64, step_tokens=64 * tokens)
+    with engine_of(tmp_path, setting) as engine, pytest.MonkeyPatch.context() as patch:
+        engine.chance.random = lambda: 1.0  # type: ignore[method-assign]
+        for _ in range(2):
+            for number in range(40):
+                engine.ask_for([10 + number] * tokens)
+            engine.drain()
+        touched: list[int] = []
+        patch.setattr(engine.ours, "_touch_in_ram", lambda keys, _: touched.append(len(keys)))
+        patch.setattr("kvdisk.serving.vllm.tiering_connector._LOOKED_MAX", 10)
+        patch.setattr("kvdisk.serving.vllm.tiering_connector._LOOKS_PER_REQUEST", 1)
+        patch.setattr("kvdisk.serving.vllm.tiering_connector._TOUCHED_LEAST", 1)
+        engine.ours._touch_at_change = 0
+        for number in range(40):
+            engine.ask_for([10 + number] * tokens)
+        engine.step(moves_end=2.0)
+        engine.drain()
+    assert touched == [10]
+
+
+def test_of_very_many_short_requests_a_part_is_looked_up(tmp_path: Path) -> None:
+    with engine_of(tmp_path, Setting(step_tokens=BLOCK_TOKENS, seats=1)) as engine:
+        for number in range(1200):
+            engine.ask_for([3 + number % 900] * 3)  # shorter than a block
+        looked: list[str] = []
+        engine.ours._found_on_device = lambda _, request_id: looked.append(request_id) or 0
+        touch_ram(engine)
+        assert len(looked) == 1024
+        assert engine.ours.waiting is not None
+
+
+def test_a_bug_in_what_is_stored_lets_vllm_store_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KVDiskTieringConnector, "_beside_what_waits", broken)
+    with engine_of(tmp_path, Setting(ram_rows=4 * CHUNKS)) as engine:
+        request = engine.ask(1, CHUNKS * BLOCK_TOKENS, 1)
+        engine.drain()
+        assert engine.ours.waiting is None
+        assert in_ram(engine, request) == CHUNKS
