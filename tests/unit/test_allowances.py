@@ -116,7 +116,6 @@ def test_who_waits_for_room_is_not_overtaken(end: str) -> None:
     for each in ("small 2", "small 3", "small 4"):
         allowances.gone(each)
     assert not allowances
-    assert not allowances._behind_next
 
 
 def test_a_chunk_is_allowed_at_least_and_never_one_that_is_not_there() -> None:

@@ -109,8 +109,8 @@ class Allowances:
 
     def __len__(self) -> int:
         """How much is remembered: nothing when all requests have ended."""
-        remembered = (self._allowed, self._served, self._waited, self._cut, self._next or ())
-        return sum(map(len, remembered)) + self._allowed_rows
+        by_request = (self._allowed, self._served, self._waited, self._cut, self._behind_next)
+        return sum(map(len, by_request)) + self._allowed_rows + (self._next is not None)
 
     def __contains__(self, request_id: str) -> bool:
         """Whether it is settled what a request may have."""

@@ -118,9 +118,7 @@ class DeviceCache:
         self._group: int | None = None if group is None else group.group_idx
         self._block_tokens: int = 0 if group is None else group.tokens_per_block
         self._hashes_per_block = self._block_tokens // pool.hash_block_size
-        self._wanted_in_a_row = (
-            0  # blocks seen, less the others: as many as are free, and all were seen
-        )
+        self._wanted_in_a_row = 0  # seen, less the others: as many as are free once all were
         self._blocks_left = _STEP_BLOCKS
 
     @property
@@ -168,7 +166,9 @@ class DeviceCache:
         first = first[:needed]
         if not whole and self._wanted_in_a_row < queue.num_free_blocks:
             self._move(wanted, queue.append_n)  # what nobody waits for may lie further behind
-        elif all(block is at for (_, at), block in zip(head, first, strict=False)):
+        elif len(first) <= len(head) and all(
+            block is at for (_, at), block in zip(head, first, strict=False)
+        ):
             return
         self._move(first, queue.prepend_n)
 

@@ -163,6 +163,20 @@ def test_a_need_beyond_what_is_looked_at_takes_nothing_that_is_wanted(
     assert [each[0] for each in next_evicted(pool)[:41]] == unwanted[:41]
 
 
+def test_what_lies_behind_a_window_that_is_in_order_is_put_first_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvdisk.serving.vllm.waiting._WINDOW_BLOCKS", 8)
+    wanted = {name: hashes(name, 6) for name in "abcdef"}
+    pool, device = pool_of(*(wanted[name] for name in "feabcd"))
+    heads = [pool.get_cached_block(BlockHash(each), [0])[0] for each in wanted["e"][:4]]
+    pool.touch(heads)
+    pool.free_blocks(reversed(heads))
+    device._wanted_in_a_row = pool.get_num_free_blocks()  # all were looked at before
+    device.evict_waiting_last(waiting_for(**wanted), 11 * BLOCK_TOKENS)
+    assert "".join(next_evicted(pool)[:12]) == "f5f4f3f2f1f0e5e4e3e2e1e0"
+
+
 def test_what_is_in_use_costs_no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many questions on a document that one decodes on, and a device that is full otherwise."""
     document = hashes("d", 200)
