@@ -78,14 +78,15 @@ def main() -> None:
         model = Path(scratch) / "model"
         write_model(model, options)
         results: list[dict[str, Any]] = []
+        report = {"what": "long-document question answering", **facts(options), "rounds": results}
         for first in range(0, len(options.modes), options.at_once):
             modes = options.modes[first : first + options.at_once]
-            results += take_turns(modes, model, options)
-    report = {"what": "long-document question answering", **facts(options), "rounds": results}
-    if options.output:
-        Path(options.output).write_text(json.dumps(report, indent=1) + "\n")
+            for result in take_turns(modes, model, options):
+                results.append(result)
+                if options.output:  # after each round: what ends early has shown what it did
+                    Path(options.output).write_text(json.dumps(report, indent=1) + "\n")
     print(table(results))
-    same = compare_answers(results)
+    same = compare_answers(results, options.modes[0])
     sys.exit(0 if same or not options.require_same else 1)
 
 
@@ -110,7 +111,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--attention", help="vLLM's attention backend")
     parser.add_argument("--memory", type=float, default=0.21, help="share of the device per engine")
     parser.add_argument("--at-once", type=int, default=4, help="engines that stand side by side")
-    parser.add_argument("--partial-loads", default="auto", choices=["auto", "on", "off"])
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="kvdisk's"
     )
@@ -122,13 +122,31 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options.block_tokens = options.block_tokens or (32 if options.cpu else 16)
     options.modes = options.modes.split(",")
     options.documents = [int(count) for count in options.documents.split(",")]
-    options.roots = named_values(options.root)
-    options.kvdisk = named_values(options.option)
+    try:
+        options.roots = named_values(options.root)
+        options.kvdisk = {"partial_loads": "auto", **named_values(options.option)}
+        for mode in options.modes:
+            check_mode(mode, options.roots)
+    except ValueError as error:
+        parser.error(str(error))
     return options
 
 
 def named_values(texts: list[str]) -> dict[str, str]:
+    for text in texts:
+        if not re.fullmatch("[^=]+=.+", text):
+            raise ValueError(f"{text!r} is not NAME=VALUE")
     return dict(text.split("=", 1) for text in texts)
+
+
+def check_mode(mode: str, roots: dict[str, str]) -> None:
+    tier, *own_options = mode.split("+")
+    named_values(own_options)
+    if not re.fullmatch(r"none|prefix|ram:\d+|disk@.+|fs:\d+@.+|kvdisk(:\d+)?@.+", tier):
+        raise ValueError(f"{mode!r} is no mode; see --help")
+    root = tier.partition("@")[2]
+    if root and root not in roots:
+        raise ValueError(f"{mode!r} names a root that is not there: add --root {root}=DIRECTORY")
 
 
 def write_model(directory: Path, options: argparse.Namespace) -> None:
@@ -181,7 +199,6 @@ def transfer_config(
         "path": [str(path) for path in roots],
         "capacity": f"{int(disk_bytes * 1.01)}B",
         "persist": False,
-        "partial_loads": options.partial_loads,
         **options.kvdisk,
         **named_values(own_options),
     }
@@ -290,6 +307,16 @@ class Engine:
         assert self.process.stdin is not None
         print(json.dumps(command), file=self.process.stdin, flush=True)
 
+    def forget_documents(self) -> None:
+        """Removes vLLM's files of the rounds behind it, which are not asked for again.
+
+        Its ``fs`` tier removes none by itself and would fill the disk.
+        """
+        if self.mode.startswith("fs:"):
+            for root in self.roots:
+                for block in root.rglob("*.bin"):
+                    block.unlink(missing_ok=True)
+
     def stop(self) -> None:
         if self.process.poll() is None:
             self.tell(do="stop")
@@ -347,9 +374,10 @@ def engines(modes: list[str], model: Path, options: argparse.Namespace) -> Itera
         yield started
 
 
-def take_turns(modes: list[str], model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def take_turns(
+    modes: list[str], model: Path, options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     """Every mode's rounds, in an order that rotates, so that none is always first."""
-    results = []
     with engines(modes, model, options) as started:
         for round_number in range(options.rounds):
             for place, documents in enumerate(options.documents):
@@ -363,32 +391,37 @@ def take_turns(modes: list[str], model: Path, options: argparse.Namespace) -> li
                         "round": round_number,
                         **engine.answer(),
                     }
-                    results.append(result)
+                    engine.forget_documents()
                     print(
                         f"{engine.mode:20} {documents:3} documents: warm-up "
                         f"{result['warm_up_s']:.2f} s, question {result['question_s']:.2f} s, "
                         f"{result['cached_tokens'] / documents:.0f} tokens cached",
                         flush=True,
                     )
-    return results
+                    yield result
 
 
-def compare_answers(results: list[dict[str, Any]]) -> bool:
-    """Whether every mode answered as the first one did; says where not.
+def compare_answers(results: list[dict[str, Any]], first_mode: str) -> bool:
+    """Whether every mode answered as the first of them did; says where not.
 
     In half precision an answer may depend on how the engine cuts its work into steps, tier or none.
     """
-    right: dict[tuple[int, int], list[str]] = {}
+    right = {
+        (each["documents"], each["round"]): each["answers"]
+        for each in results
+        if each["mode"] == first_mode
+    }
     same = True
     for each in results:
-        expected = right.setdefault((each["documents"], each["round"]), each["answers"])
+        expected = right[each["documents"], each["round"]]
         pairs = zip(each["answers"], expected, strict=True)
         differ = [number for number, (answer, other) in enumerate(pairs) if answer != other]
         if differ:
             same = False
             print(
                 f"{each['mode']}, {each['documents']} documents, round {each['round']}: "
-                f"{len(differ)} of {len(expected)} answers differ, those of requests {differ}"
+                f"{len(differ)} of {len(expected)} answers differ from those of {first_mode}, "
+                f"those of requests {differ}"
             )
     print(f"the answers of all modes are {'the same' if same else 'NOT the same'}")
     return same
@@ -419,7 +452,6 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
         "disk_documents": options.disk_documents,
         "answer_tokens": options.answer_tokens,
         "settle_s": options.settle,
-        "partial_loads": options.partial_loads,
         "kvdisk_options": options.kvdisk,
         "roots": {
             name: [vars(describe_place(Path(path))) for path in paths.split(":")]

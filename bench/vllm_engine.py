@@ -77,10 +77,12 @@ class Documents:
         }
 
     def counters(self) -> dict[str, float]:
-        """vLLM's counters of whatever tier there is."""
+        """vLLM's counters of whatever tier there is; not what only says how much is there now."""
+        from vllm.v1.metrics.reader import Counter
+
         found: dict[str, float] = {}
         for metric in self.llm.get_metrics():
-            if hasattr(metric, "value") and ("kvdisk" in metric.name or "offload" in metric.name):
+            if isinstance(metric, Counter) and ("kvdisk" in metric.name or "offload" in metric.name):
                 labels = {
                     k: v for k, v in metric.labels.items() if k not in ("engine", "model_name")
                 }

@@ -237,8 +237,9 @@ def waiting_in_ram(calls: int, prompts: int = 32, chunks: int = 240) -> list[dic
         new = [make_offload_key(each, 0) for each in hashes("new", 512)]
 
         def touch() -> None:
-            ours._touch_at_change, ours._steps_since_touch = 0, 1
-            ours._evict_waiting_last_from_ram(ours.waiting)
+            ours._ram.look_afresh()
+            ours._ram.step_ended()
+            ours._before_rows_are_taken()
 
         found = {
             "touch in the RAM tier": timed((touch for _ in range(calls)), prompts * chunks),

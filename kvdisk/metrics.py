@@ -41,6 +41,7 @@ REFUSAL_REASONS: Final = (
     "no_room",  # everything is in use
     "paused",  # no path takes stores
     "queue",  # a rank's queue or ring was full, or its path sits out
+    "waiting",  # others wait for what it would have pushed out of the memory above
     "failed",
     "copy_failed",
     "timed_out",
@@ -105,10 +106,12 @@ class TierCounters:
         )
 
     def missed(self, reason: str, blocks: int) -> None:
+        assert reason in MISS_REASONS, reason  # no other is told
         if blocks:
             self.misses[reason] += blocks
 
     def refused(self, reason: str, blocks: int) -> None:
+        assert reason in REFUSAL_REASONS, reason
         if blocks:
             self.refusals[reason] += blocks
 

@@ -138,3 +138,25 @@ def test_who_waited_in_vain_never_waits_again() -> None:
     allowances.gone("one")
     allowances.load_ended("one", whole=False)
     assert not allowances
+
+
+def test_nothing_behind_what_was_not_stored_until_the_engine_offers_all_anew() -> None:
+    allowances = Allowances(CHUNK, 1, 100)
+    allowances.cut("ended already", CHUNK)
+    assert not allowances
+    allowances.arrived("one")
+    assert allowances.cut_token("one") is None
+    allowances.cut("one", 3 * CHUNK)
+    allowances.cut("one", 5 * CHUNK)
+    assert allowances.cut_token("one") == 3 * CHUNK
+    allowances.reset()
+    assert allowances.cut_token("one") is None
+    allowances.cut("one", CHUNK)
+    allowances.gone("one")
+    assert allowances.cut_token("one") is None
+    assert not allowances
+
+
+def test_a_hit_that_is_not_to_be_split_is_all_of_its_parts() -> None:
+    parts = look({0, 1, 2}).parts(0, 4 * CHUNK, Allowances(CHUNK, 1, 1, whole=True).room_tokens)
+    assert parts.hit == 3 * CHUNK

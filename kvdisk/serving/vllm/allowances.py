@@ -40,7 +40,7 @@ class Look:
     def parts(self, computed: int, prompt: int, room_tokens: float) -> Parts:
         """Of a prompt of ``prompt`` tokens, of which the GPU has the first ``computed``."""
         ends = sorted(end for end in self.on_disk if end > computed)
-        count = int(min(len(ends), room_tokens // self.chunk_tokens))
+        count = int(min(len(ends), room_tokens / self.chunk_tokens))
         found_end = prompt // self.chunk_tokens * self.chunk_tokens
         if self.missing_end is not None:
             found_end = min(found_end, self.missing_end - self.chunk_tokens)
@@ -77,8 +77,8 @@ class Allowances:
         self._allowed: dict[str, _Allowance] = {}
         self._allowed_rows = 0
         self._served: set[str] = set()  # loaded for since they were looked at
-        self._waited: dict[str, bool] = {}  # whether in vain: then never again
-        self._cut: set[str] = set()  # some of their chunks were not stored
+        self._waited: dict[str, bool] = {}  # of all there are, whether in vain: then never again
+        self._cut: dict[str, int] = {}  # where the first of its chunks ends that was not stored
 
     @property
     def room_tokens(self) -> float:
@@ -141,15 +141,22 @@ class Allowances:
         self._allowed[request_id] = allowance
         self._allowed_rows += allowance.rows
 
-    def may_store(self, request_id: str) -> bool:
-        """Not behind chunks that were not stored: they would never be found."""
-        return request_id not in self._cut
+    def cut_token(self, request_id: str) -> int | None:
+        """Where the first chunk of a request ends that was not stored: what lies behind it would
+        never be found.
+        """
+        return self._cut.get(request_id)
 
     # --- what happens
 
-    def cut(self, request_id: str) -> None:
-        """Chunks of a request are not stored."""
-        self._cut.add(request_id)
+    def cut(self, request_id: str, end_token: int) -> None:
+        """A request's chunk that ends there is not stored."""
+        if request_id in self._waited:  # else it has ended
+            self._cut[request_id] = min(end_token, self._cut.get(request_id, end_token))
+
+    def reset(self) -> None:
+        """The engine has forgotten all its caches, and offers all of each prompt anew."""
+        self._cut.clear()
 
     def arrived(self, request_id: str) -> None:
         self.gone(request_id)  # another of that name
@@ -175,4 +182,4 @@ class Allowances:
         self.settled(request_id)
         self._waited.pop(request_id, None)
         self._served.discard(request_id)
-        self._cut.discard(request_id)
+        self._cut.pop(request_id, None)

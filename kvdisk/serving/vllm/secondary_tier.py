@@ -13,9 +13,9 @@ start, unless the operator names the content with the option ``identity``.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,8 +48,11 @@ from kvdisk.serving.vllm.identity import (
 )
 from kvdisk.serving.vllm.metrics import counters_since, metric_definitions
 from kvdisk.serving.vllm.partial_loads import PartialLoads
+from kvdisk.serving.vllm.ram_tier import RamTier
 from kvdisk.serving.vllm.spec import keep_nothing_if, share_of_replica
 from kvdisk.tier import opening_line
+
+Answer = TypeVar("Answer")
 
 _UNKNOWN_CONTENT: Final = (
     "what changes the blocks' bytes is not known here: use kv_connector=KVDiskTieringConnector of "
@@ -124,8 +127,8 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         self._told = TierCounters(block_bytes=layout.block_bytes)
         self.config = config
         self.rows = layout.block_count  # of the RAM tier
-        self.rows_moved = 0  # stored and brought up, since the start
-        self.partial_loads: PartialLoads | None = None  # who is told of loads, if anyone
+        self.above: RamTier | None = None  # what is told of rows that change, if anything
+        self.load_listener: PartialLoads | None = None
         groups = offloading_spec.config.groups
         cache = offloading_spec.config.cache
         block_tokens = [group.tokens_per_block for group in groups] or [cache.tokens_per_hash]
@@ -161,24 +164,24 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
     def submit_store(self, job_metadata: TransferJob) -> None:
         """All of it or nothing, unless it is alone: vLLM holds all of its rows until it ends."""
         keys, rows = _head_first(job_metadata)
+        self._rows_changed(len(keys))
         self._poll()  # what has ended since vLLM last asked holds nothing any more
         if self._held_rows and self._held_rows + len(keys) > self._held_rows_max:
             self._tier.refused("queue", len(keys))
             self._fail(job_metadata)
             return
         self._held_rows += len(keys)
-        self.rows_moved += len(keys)
         transfer_id = self._tier.store(keys, rows)
         self._jobs[transfer_id] = _Job(job_metadata, keys, is_load=False)
 
     @failsafe(lambda self, job_metadata: self._fail(job_metadata))
     def submit_load(self, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
-        self.rows_moved += len(keys)
+        self._rows_changed(len(keys))
         transfer_id = self._tier.load(keys, np.asarray(job_metadata.chunk_ids))
-        if self.partial_loads is not None:
+        if self.load_listener is not None:
             tokens = round(len(keys) * self.block_size_bytes / self.token_bytes)
-            self.partial_loads.load_began(job_metadata.req_context.req_id, tokens)
+            self.load_listener.load_began(job_metadata.req_context.req_id, tokens)
         self._jobs[transfer_id] = _Job(job_metadata, keys, is_load=True)
 
     @failsafe(lambda self: self._take_finished())
@@ -195,10 +198,12 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._tier.touch(list(keys))
 
+    @failsafe(lambda self, req_context: RequestOffloadingContext())
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self.allowances.arrived(req_context.req_id)
         return RequestOffloadingContext()
 
+    @failsafe(lambda self, req_context: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         self.allowances.gone(req_context.req_id)
 
@@ -207,6 +212,7 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
 
         Every transfer ends by its deadline, so this does too.
         """
+        self.allowances.reset()
         if self.broken:
             logger.error(
                 "kvdisk: it has broken down before, so the reset does not reach the disk. Remove "
@@ -216,9 +222,17 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
             logger.error("kvdisk: the disk does not take the reset; it is tried on until it does.")
         self._wait_for_jobs()
 
-    @failsafe(lambda self, chunks: None)
-    def left_out(self, chunks: int) -> None:
-        """So many were not stored since others wait for what is there: counted as refused."""
+    @failsafe(lambda self, ask, otherwise: otherwise)
+    def ask(self, ask: Callable[[Allowances], Answer], otherwise: Answer) -> Answer:
+        """For who settles what a request may have. Once broken, there is nothing to be had."""
+        return ask(self.allowances)
+
+    @failsafe(lambda self, request_id, cut_token, chunks: None)
+    def left_out(self, request_id: str, cut_token: int, chunks: int) -> None:
+        """So many of a request's chunks, of which the first ends there, were not stored, since
+        others wait for what is there.
+        """
+        self.allowances.cut(request_id, cut_token)
         self._tier.refused("waiting", chunks)
 
     @failsafe(lambda self: None)
@@ -285,8 +299,12 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         self.allowances.load_ended(request_id, whole=whole)
         loads = (job for job in self._jobs.values() if job.is_load)
         others = any(job.of_vllm.req_context.req_id == request_id for job in loads)
-        if self.partial_loads is not None and not others:
-            self.partial_loads.load_ended(request_id)
+        if self.load_listener is not None and not others:
+            self.load_listener.load_ended(request_id)
+
+    def _rows_changed(self, rows: int) -> None:
+        if self.above is not None:
+            self.above.changes(rows)
 
     def _tell_removed(self) -> None:
         self._events.removed(OffloadKey(key) for key in self._tier.take_removed())

@@ -50,9 +50,8 @@ class Waiting:
         self._hashes: dict[str, Sequence[bytes]] = {}
         self._later: dict[str, None] = {}  # of whom nothing is counted yet
         self._counted: dict[str, tuple[int, Sequence[bytes]]] = {}  # first turn, what is wanted
-        self._turns = 0
-        self._turn: dict[bytes, int] = {}  # as of the first that has wanted it
-        self._wanted: dict[bytes, int] = {}  # by how many of them
+        self._last_turn = 0
+        self._turns: dict[bytes, list[int]] = {}  # of all that want it, in their order
 
     def arrived(self, request_id: str, hashes: Sequence[bytes]) -> None:
         """``hashes``: vLLM's own list of its blocks', which is not copied until it is needed."""
@@ -65,18 +64,21 @@ class Waiting:
         """vLLM has begun with it, or it has ended."""
         self._hashes.pop(request_id, None)
         self._later.pop(request_id, None)
-        _, counted = self._counted.pop(request_id, (0, ()))
-        for block_hash in counted:
-            self._wanted[block_hash] -= 1
-            if not self._wanted[block_hash]:
-                del self._wanted[block_hash], self._turn[block_hash]
+        first_turn, counted = self._counted.pop(request_id, (0, ()))
+        for turn, block_hash in enumerate(counted, first_turn):
+            turns = self._turns[block_hash]
+            if len(turns) > 1:
+                del turns[bisect_left(turns, turn)]
+            else:
+                del self._turns[block_hash]
         self._count_more()
 
     def turn(self, block_hash: bytes) -> int:
         """The greater, the longer until a block is needed, and behind all that come before it in
         its prompt; 0: by nobody who is known to wait.
         """
-        return self._turn.get(block_hash, 0)
+        turns = self._turns.get(block_hash)
+        return turns[0] if turns else 0
 
     def last_first(self) -> Iterator[tuple[int, Sequence[bytes]]]:
         """Of whom it is known what is wanted: its first turn, and that."""
@@ -95,15 +97,27 @@ class Waiting:
         return iter(self._hashes)
 
     def _count_more(self) -> None:
-        while self._later and (len(self._turn) < self.hashes_max or not self._counted):
+        while self._later and (len(self._turns) < self.hashes_max or not self._counted):
             request_id = next(iter(self._later))
             del self._later[request_id]
             hashes = tuple(self._hashes[request_id])
-            self._counted[request_id] = self._turns + 1, hashes
-            for block_hash in hashes:
-                self._turns += 1
-                self._turn.setdefault(block_hash, self._turns)
-                self._wanted[block_hash] = self._wanted.get(block_hash, 0) + 1
+            first_turn = self._last_turn + 1
+            self._counted[request_id] = first_turn, hashes
+            for turn, block_hash in enumerate(hashes, first_turn):
+                self._turns.setdefault(block_hash, []).append(turn)
+            self._last_turn += len(hashes)
+
+
+class _Seen:
+    """Free blocks at the head of vLLM's queue."""
+
+    def __init__(self, head: list[tuple[int, Any]], whole: bool) -> None:
+        self.head = head  # each with its turn
+        self.whole = whole  # there are no others
+        self.nobodys = [block for turn, block in head if not turn]
+        self.wanted = [block for turn, block in head if turn]
+        self.known = whole  # that little but what is wanted is free
+        self.given_back: list[Any] | None = None  # at the tail, nobody's; None: not looked for
 
 
 class DeviceCache:
@@ -139,38 +153,15 @@ class DeviceCache:
             return
         needed = int(needed_tokens * self._blocks_per_token) + 1
         queue = self._pool.free_block_queue
-        given: list[Any] | None = None
-        while True:
-            head, whole = self._window(waiting, needed, forward=True)
-            wanted = [block for turn, block in head if turn]
-            first = [block for turn, block in head if not turn]
-            enough = len(first) == needed
-            in_a_row = self._wanted_in_a_row + len(wanted) - len(first)
-            self._wanted_in_a_row = 0 if enough else max(0, min(in_a_row, queue.num_free_blocks))
-            known = whole or 2 * self._wanted_in_a_row >= queue.num_free_blocks
-            if enough or (first and not known):
-                # What lies behind the window is as good as what is known not to be wanted.
-                self._move(wanted, queue.append_n)
-                return
-            if given is None:  # before what is wanted is moved there
-                given = [] if whole else self._given_back(waiting, needed - len(first))
-            if known or self._blocks_left <= 0:
-                break
-            self._move(wanted, queue.append_n)
-        seen = {block.block_id for block in first}
-        first += [block for block in given if block.block_id not in seen]
-        if known and self._served_as_they_come:
-            last = head if whole else self._last_wanted(waiting, needed - len(first))
-            last = sorted(last, key=lambda each: each[0], reverse=True)
-            first += [block for turn, block in last if turn]
-        first = first[:needed]
-        if not whole and self._wanted_in_a_row < queue.num_free_blocks:
-            self._move(wanted, queue.append_n)  # what nobody waits for may lie further behind
-        elif len(first) <= len(head) and all(
-            block is at for (_, at), block in zip(head, first, strict=False)
-        ):
+        seen = self._look(waiting, needed)
+        if seen.given_back is None:
+            # What lies behind the window is as good as what is known not to be wanted.
+            self._move(seen.wanted, queue.append_n)
             return
-        self._move(first, queue.prepend_n)
+        first = self._chosen(waiting, seen, needed)
+        if not seen.whole and self._wanted_in_a_row < queue.num_free_blocks:
+            self._move(seen.wanted, queue.append_n)  # what nobody waits for may lie further behind
+        self._put_first(first)
 
     def look_afresh(self) -> None:
         """Some of what was wanted is not any more, wherever it lies."""
@@ -194,6 +185,47 @@ class DeviceCache:
         block_hash = hashes[(number + 1) * self._hashes_per_block - 1]
         blocks = self._pool.get_cached_block(block_hash, [self._group])
         return blocks and blocks[0]
+
+    def _look(self, waiting: Waiting, needed: int) -> _Seen:
+        """At the head of the queue, and on behind windows of which all is wanted: these are put
+        last.
+        """
+        queue = self._pool.free_block_queue
+        given_back: list[Any] | None = None
+        while True:
+            seen = _Seen(*self._window(waiting, needed, forward=True))
+            enough = len(seen.nobodys) == needed
+            in_a_row = self._wanted_in_a_row + len(seen.wanted) - len(seen.nobodys)
+            self._wanted_in_a_row = 0 if enough else max(0, min(in_a_row, queue.num_free_blocks))
+            seen.known = seen.whole or 2 * self._wanted_in_a_row >= queue.num_free_blocks
+            if enough or (seen.nobodys and not seen.known):
+                return seen
+            if given_back is None:  # before what is wanted is moved there
+                short = needed - len(seen.nobodys)
+                given_back = [] if seen.whole else self._given_back(waiting, short)
+            seen.given_back = given_back
+            if seen.known or self._blocks_left <= 0:
+                return seen
+            self._move(seen.wanted, queue.append_n)
+
+    def _chosen(self, waiting: Waiting, seen: _Seen, needed: int) -> list[Any]:
+        """What is to go first, so many blocks at most."""
+        first = seen.nobodys
+        there = {block.block_id for block in first}
+        first += [block for block in seen.given_back or () if block.block_id not in there]
+        if seen.known and self._served_as_they_come:
+            last = seen.head if seen.whole else self._last_wanted(waiting, needed - len(first))
+            last = sorted(last, key=lambda each: each[0], reverse=True)
+            first += [block for turn, block in last if turn]
+        return first[:needed]
+
+    def _put_first(self, blocks: list[Any]) -> None:
+        at = self._pool.free_block_queue.fake_free_list_head
+        for block in blocks:
+            at = at.next_free_block
+            if at is not block:
+                self._move(blocks, self._pool.free_block_queue.prepend_n)
+                return
 
     def _window(
         self, waiting: Waiting, needed: int, *, forward: bool

@@ -14,6 +14,7 @@ from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 from vllm.v1.request import Request
 
 from kvdisk.serving.vllm.allowances import Look
+from kvdisk.serving.vllm.ram_tier import RamTier
 from kvdisk.serving.vllm.tiering_connector import KVDiskTieringConnector
 from kvdisk.serving.vllm.waiting import Waiting
 from kvdisk.testing import Faults
@@ -55,8 +56,9 @@ def test_the_ram_tier_gives_up_what_is_wanted_last(shared: int, tmp_path: Path) 
 
 
 def touch_ram(engine: Engine) -> None:
-    engine.ours._steps_since_touch, engine.ours._touch_at_change = 1, 0
-    engine.ours._ask_waiting(engine.ours._evict_waiting_last_from_ram, None)
+    engine.ours._ram.look_afresh()
+    engine.ours._ram.step_ended()
+    engine.ours._before_rows_are_taken()
 
 
 def in_ram_alone(engine: Engine, count: int = 6) -> list[list[int]]:
@@ -91,16 +93,38 @@ def test_what_waits_is_not_given_up_for_what_nobody_waits_for(keep: bool, tmp_pa
     assert (left == [CHUNKS] * 4) is keep
 
 
-def fitting(engine: Engine, prompt: list[bytes], request: str | None = None) -> int:
-    """How many chunks of a prompt would be stored now."""
-    context = ReqContext(request or "other")
+def fitting(
+    engine: Engine, prompt: list[bytes], context: ReqContext | None = None, taken: bool = True
+) -> int:
+    """How many chunks of a prompt vLLM would be given to store now; whether it could."""
+    own = context or request_of(engine, "other")
     keys = [make_offload_key(each, 0) for each in prompt]
     for number, key in enumerate(keys):
-        context.set_offload_key_position(key, (number + 1) * BLOCK_TOKENS)
-    found = engine.ours._beside_what_waits(engine.ours.waiting, keys, context)
+        own.set_offload_key_position(key, (number + 1) * BLOCK_TOKENS)
+    given: list[list[Any]] = []
+
+    def prepare_store(keys: Any, _: ReqContext) -> Any:
+        given.append([*keys])
+        return object() if taken else None
+
+    engine.ours._prepare_what_fits(prepare_store, keys, own)
+    (found,) = given
     assert found == keys[: len(found)]
-    engine.tier.allowances.gone("other")
+    if context is None:
+        engine.tier.allowances.gone("other")
     return len(found)
+
+
+def request_of(engine: Engine, name: str) -> ReqContext:
+    engine.tier.allowances.arrived(name)
+    return ReqContext(name)
+
+
+def left_out(engine: Engine) -> int:
+    """As an operator sees it."""
+    told = engine.tier.get_stats()
+    refused = {} if told is None else told._values.get("vllm:kvdisk_refusals", {})
+    return int(refused.get(("waiting",), 0))
 
 
 LONG = hashes("long", 10 * CHUNKS)
@@ -175,14 +199,45 @@ def test_nothing_is_stored_behind_what_was_left_out(tmp_path: Path) -> None:
         for prompt in in_ram_alone(engine)[:4]:
             engine.ask_for(prompt)
         touch_ram(engine)
-        assert fitting(engine, LONG[: 3 * CHUNKS], request="cut") == 2 * CHUNKS
-        assert fitting(engine, LONG[-1:], request="cut") == 0
-        assert fitting(engine, LONG[-1:]) == 1
-        assert engine.tier._tier.stats().counters.refusals["waiting"] == CHUNKS + 1
+        cut = request_of(engine, "cut")
+        engine.tier.get_stats()
+        assert fitting(engine, LONG[: 3 * CHUNKS], cut) == 2 * CHUNKS
+        assert left_out(engine) == CHUNKS
+        assert fitting(engine, LONG[: 3 * CHUNKS], cut) == 2 * CHUNKS, "what lies before is"
+        assert fitting(engine, LONG[:1]) == 1, "and another request's"
         engine.drain()
-        assert fitting(engine, LONG[-1:], request="cut") == 0
+        assert fitting(engine, LONG[: 3 * CHUNKS], cut) == 2 * CHUNKS
         engine.tier.allowances.gone("cut")
-        assert fitting(engine, LONG[-1:], request="cut") == 1
+        assert fitting(engine, LONG[: 3 * CHUNKS], request_of(engine, "cut")) == 3 * CHUNKS
+        engine.tier.allowances.gone("cut")
+
+
+def test_what_vllm_offers_again_is_not_left_out(tmp_path: Path) -> None:
+    """Found in a review: it had no room at that moment, and what was wanted was lost."""
+    with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
+        for prompt in in_ram_alone(engine)[:4]:
+            engine.ask_for(prompt)
+        touch_ram(engine)
+        one = request_of(engine, "one")
+        engine.tier.get_stats()
+        assert fitting(engine, LONG, one, taken=False) == 2 * CHUNKS
+        assert left_out(engine) == 0
+        engine.drain()
+        assert fitting(engine, LONG, one) == 10 * CHUNKS
+        engine.tier.allowances.gone("one")
+
+
+def test_after_a_reset_all_of_a_prompt_is_offered_anew(tmp_path: Path) -> None:
+    with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
+        for prompt in in_ram_alone(engine)[:4]:
+            engine.ask_for(prompt)
+        touch_ram(engine)
+        one = request_of(engine, "one")
+        assert fitting(engine, LONG, one) == 2 * CHUNKS
+        engine.drain()
+        engine.reset()
+        assert fitting(engine, LONG, one) == 10 * CHUNKS
+        engine.tier.allowances.gone("one")
 
 
 @pytest.mark.parametrize("what", ["aborted", "reset"])
@@ -269,22 +324,32 @@ def test_the_ram_tier_is_touched_now_and_then(
     """Not for each request; and not where its policy learns from each use."""
     setting = Setting(ram_rows=2 * CHUNKS, step_tokens=CHUNKS * BLOCK_TOKENS)
     with engine_of(tmp_path, setting) as engine:
-        touched: list[int] = []
+        touched: list[str] = []
+        counted: list[str] = []
+        ram = engine.ours._ram
 
-        def remember(keys: list[Any], _: str) -> None:
-            if len(keys) > CHUNKS:  # of more than the one that is asked for
-                touched.append(len(keys))
+        def remember(keys: list[Any], request_id: str) -> None:
+            assert all(map(ram._has, keys))
+            touched.append(request_id)
 
-        monkeypatch.setattr(engine.ours, "_touch_in_ram", remember)
+        def use(request_id: str, hashes: Any) -> None:
+            counted.append(request_id)
+            RamTier.use(ram, request_id, hashes)
+
+        monkeypatch.setattr(ram, "_touch", remember)
+        monkeypatch.setattr(ram, "use", use)
         for number in range(40):
             engine.ask(number % 3, CHUNKS * BLOCK_TOKENS, 1)
         engine.drain()
-        assert 3 <= len(touched) <= 40 / 2
+        assert counted, "what the disk completes is used"
+        assert 3 <= len(touched) - len(counted) <= 40 / 2
         touched.clear()
-        monkeypatch.setattr("kvdisk.serving.vllm.tiering_connector.LRUCachePolicy", Waiting)
+        counted.clear()
+        monkeypatch.setattr("kvdisk.serving.vllm.ram_tier.LRUCachePolicy", Waiting)
         for number in range(40):
             engine.ask(number % 3, CHUNKS * BLOCK_TOKENS, 1)
         engine.drain()
+        assert counted
         assert not touched
 
 
@@ -299,11 +364,11 @@ def test_the_ram_tier_is_touched_once_in_a_step_and_in_part(tmp_path: Path) -> N
                 engine.ask_for([10 + number] * tokens)
             engine.drain()
         touched: list[int] = []
-        patch.setattr(engine.ours, "_touch_in_ram", lambda keys, _: touched.append(len(keys)))
-        patch.setattr("kvdisk.serving.vllm.tiering_connector._LOOKED_MAX", 10)
-        patch.setattr("kvdisk.serving.vllm.tiering_connector._LOOKS_PER_REQUEST", 1)
-        patch.setattr("kvdisk.serving.vllm.tiering_connector._TOUCHED_LEAST", 1)
-        engine.ours._touch_at_change = 0
+        patch.setattr(engine.ours._ram, "_touch", lambda keys, _: touched.append(len(keys)))
+        patch.setattr("kvdisk.serving.vllm.ram_tier._LOOKED_MAX", 10)
+        patch.setattr("kvdisk.serving.vllm.ram_tier._LOOKS_PER_REQUEST", 1)
+        patch.setattr("kvdisk.serving.vllm.ram_tier._TOUCHED_LEAST", 1)
+        engine.ours._ram.look_afresh()
         for number in range(40):
             engine.ask_for([10 + number] * tokens)
         engine.step(moves_end=2.0)
@@ -331,3 +396,25 @@ def test_a_bug_in_what_is_stored_lets_vllm_store_it(
         engine.drain()
         assert engine.ours.waiting is None
         assert in_ram(engine, request) == CHUNKS
+
+
+@pytest.mark.parametrize("method", ["wait_for_room", "allow", "settled", "arrived", "gone"])
+def test_a_bug_in_what_a_request_may_have_is_a_miss(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not the end of the engine."""
+    prompt = [7] * CHUNKS * BLOCK_TOKENS
+    with engine_of(tmp_path, Setting(mode="off" if method == "wait_for_room" else "on")) as engine:
+        engine.ask_for(prompt)
+        engine.drain()
+        for number in range(9):
+            engine.ask(number, CHUNKS * BLOCK_TOKENS, 1)
+        engine.drain()
+        monkeypatch.setattr(engine.tier.allowances, method, broken)
+        again = engine.ask_for(prompt)
+        engine.drain()
+        assert again.is_finished()
+        assert engine.tier.broken
+        monkeypatch.undo()
+        for request_id in [*engine.tier.allowances._waited]:
+            engine.tier.allowances.gone(request_id)

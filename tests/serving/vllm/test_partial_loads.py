@@ -14,9 +14,11 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, get_offload_block_hash
+from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvdisk.load_plan import LoadPlanner
+from kvdisk.serving.vllm import ram_tier
 from kvdisk.serving.vllm.connector import KVDiskConnector
 from kvdisk.serving.vllm.partial_loads import PartialLoads
 from kvdisk.serving.vllm.secondary_tier import KVDiskTier
@@ -112,11 +114,11 @@ class RamTier:
     What it has is in ``chunks``, the oldest first, which goes when there are too many.
     """
 
-    _policy = None  # none of vLLM's
-
     def __init__(self, tier: KVDiskTier) -> None:
         self.tier = tier
         self.chunks: list[int] = []
+        self._policy = LRUCachePolicy(99)
+        self._policy.get = lambda key: key in self._there() or None  # type: ignore
         self.room = 99
         self.silent = False
         self.context = ReqContext("one")
@@ -128,8 +130,12 @@ class RamTier:
         self.config = SimpleNamespace(kv_group_configs=[group])
         self.manager = SimpleNamespace(primary_tier=self)
 
+    def _there(self) -> list[Any]:
+        return [self.keys[number] for number in self.chunks if number < CHUNKS]
+
     def touch(self, keys: list[Any], context: ReqContext) -> None:
         assert context is self.context
+        assert not {*keys}.difference(self._there())
         touched = [n for n in self.chunks if n < CHUNKS and self.keys[n] in keys]
         self.chunks = [n for n in self.chunks if n not in touched] + touched
 
@@ -245,7 +251,9 @@ def tiering_connector(planner: LoadPlanner, directory: Path) -> tuple[Any, RamTi
     made.planner, made._tier = planner, secondary_tier(directory, rows)
     made.connector_scheduler = RamTier(made._tier)
     made.waiting = Waiting()
-    return made, made.connector_scheduler
+    ram = made.connector_scheduler
+    made._ram = ram_tier.RamTier(ram, ram.config.kv_group_configs, len(rows), lambda _: ram.context)
+    return made, ram
 
 
 def store_everything(ram: RamTier) -> None:

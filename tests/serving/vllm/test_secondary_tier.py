@@ -171,7 +171,7 @@ class TestFailsafe:
     ) -> None:
         told: list[str] = []
         plan = SimpleNamespace(load_began=lambda *_: None, load_ended=told.append)
-        rig.tier.partial_loads = plan  # type: ignore[assignment]
+        rig.tier.load_listener = plan  # type: ignore[assignment]
         rig.store(0)
         rig.finished()
         rig.load(0)
@@ -319,7 +319,7 @@ def test_loads_are_told_to_whoever_plans_them(rig: Rig) -> None:
         def load_ended(self, request_id: str) -> None:
             told.append(("ended", request_id, 0))
 
-    rig.tier.partial_loads = Plan()  # type: ignore[assignment]
+    rig.tier.load_listener = Plan()  # type: ignore[assignment]
     rig.store(0, 1, 2)
     rig.finished()
     assert told == []

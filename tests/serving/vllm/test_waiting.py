@@ -265,16 +265,30 @@ def test_of_what_came_last_the_tail_goes_first_wherever_it_lies() -> None:
 
 
 def test_what_two_wait_for_is_kept_until_both_have_it() -> None:
-    shared = hashes("s", 3)
-    waiting = waiting_for(one=shared, two=shared[:2])
+    """In the turn of the first of those that wait still."""
+    shared, other = hashes("s", 3), hashes("o", 2)
+    waiting = waiting_for(one=shared, between=other, two=shared[:2], three=shared)
+    assert [waiting.turn(each) for each in shared] == [1, 2, 3]
+    waiting.gone("three")
     assert [waiting.turn(each) for each in shared] == [1, 2, 3]
     waiting.gone("one")
-    assert [waiting.turn(each) for each in shared] == [1, 2, 0]
+    assert [waiting.turn(each) for each in [*other, *shared]] == [4, 5, 6, 7, 0]
     waiting.arrived("two", shared)  # the same once more: it counts once
     waiting.gone("two")
+    waiting.gone("between")
     waiting.gone("unknown")
     assert [waiting.turn(each) for each in shared] == [0, 0, 0]
-    assert not any([waiting, waiting._wanted, waiting._turn, waiting._counted, waiting._later])
+    assert not any([waiting, waiting._turns, waiting._counted, waiting._later])
+
+
+def test_what_one_asked_for_before_and_the_last_asks_for_again_goes_first() -> None:
+    """Two questions on one document, and one on another between them."""
+    first, second = hashes("a", 3), hashes("b", 3)
+    pool, device = pool_of(first, second)
+    waiting = waiting_for(one=first, two=second, three=first)
+    waiting.gone("one")
+    device.evict_waiting_last(waiting, 2 * BLOCK_TOKENS)
+    assert next_evicted(pool) == ["a2", "a1", "a0", "b2", "b1", "b0"]
 
 
 def test_of_a_long_queue_the_first_are_known_and_the_others_in_their_turn() -> None:
@@ -295,7 +309,7 @@ def test_a_list_of_hashes_that_grows_is_forgotten_as_it_was_counted() -> None:
     waiting = waiting_for(one=prompt)
     prompt += hashes("b", 2)
     waiting.gone("one")
-    assert not any([waiting, waiting._wanted, waiting._turn])
+    assert not any([waiting, waiting._turns])
 
 
 def test_how_much_of_a_prompt_the_device_has() -> None:
