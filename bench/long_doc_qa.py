@@ -478,14 +478,19 @@ def table(results: list[dict[str, Any]]) -> str:
     for mode in modes:
         cells = []
         for count in counts:
-            mine = [each for each in results if (each["mode"], each["documents"]) == (mode, count)]
             warm, question = (
-                statistics.median(each[what] for each in mine)
+                statistics.median(of_cell(results, mode, count, what))
                 for what in ("warm_up_s", "question_s")
             )
             cells.append(f"{warm:.2f} / {question:.2f}")
         lines.append(f"| {mode} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def of_cell(results: list[dict[str, Any]], mode: str, documents: int, what: str) -> list[float]:
+    """Of each round."""
+    cell = (mode, documents)
+    return [each[what] for each in results if (each["mode"], each["documents"]) == cell]
 
 
 if __name__ == "__main__":

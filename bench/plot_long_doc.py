@@ -2,20 +2,22 @@
 
     python bench/plot_long_doc.py result.json --output plot.png
 
-Each mode has a bar. Bars are medians of the question round; the line on each is the warm-up round.
+Each mode has a bar, the median of its question rounds; the line on it is that of the warm-up
+rounds. Dots are single question rounds, where there are several.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
+from long_doc_qa import of_cell
 from matplotlib import pyplot as plt
 
 WIDTH = 0.8  # of a group
@@ -35,10 +37,13 @@ def main() -> None:
     bar = WIDTH / len(modes)
     for place, mode in enumerate(modes):
         at = [group - WIDTH / 2 + (place + 0.5) * bar for group in range(len(counts))]
-        question = [median(rounds, mode, count, "question_s") for count in counts]
-        warm_up = [median(rounds, mode, count, "warm_up_s") for count in counts]
-        bars = axes.bar(at, question, 0.9 * bar, label=mode)
+        questions = [of_cell(rounds, mode, count, "question_s") for count in counts]
+        warm_up = [median(of_cell(rounds, mode, count, "warm_up_s")) for count in counts]
+        bars = axes.bar(at, [median(each) for each in questions], 0.9 * bar, label=mode)
         axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=1)
+        for x, single in zip(at, questions, strict=True):
+            if len(single) > 1:
+                axes.plot([x] * len(single), single, ".", color="black", markersize=3)
         axes.hlines(warm_up, [x - 0.45 * bar for x in at], [x + 0.45 * bar for x in at], "black")
     axes.set_xticks(range(len(counts)), [str(count) for count in counts])
     axes.set_xlabel(f"documents of {document['document_tokens']} tokens")
@@ -47,11 +52,6 @@ def main() -> None:
     axes.legend(title="mode", fontsize=9)
     axes.margins(y=0.1)
     figure.savefig(options.output, dpi=120)
-
-
-def median(rounds: list[dict[str, Any]], mode: str, documents: int, what: str) -> float:
-    mine = [each[what] for each in rounds if (each["mode"], each["documents"]) == (mode, documents)]
-    return statistics.median(mine)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,9 @@ class Documents:
 
         found: dict[str, float] = {}
         for metric in self.llm.get_metrics():
-            if isinstance(metric, Counter) and ("kvdisk" in metric.name or "offload" in metric.name):
+            if isinstance(metric, Counter) and (
+                "kvdisk" in metric.name or "offload" in metric.name
+            ):
                 labels = {
                     k: v for k, v in metric.labels.items() if k not in ("engine", "model_name")
                 }

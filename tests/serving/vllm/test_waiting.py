@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +280,7 @@ def test_what_two_wait_for_is_kept_until_both_have_it() -> None:
     waiting.gone("between")
     waiting.gone("unknown")
     assert [waiting.turn(each) for each in shared] == [0, 0, 0]
-    assert not any([waiting, waiting._turns, waiting._counted, waiting._later])
+    assert not any([waiting, waiting._wanted, waiting._turn, waiting._counted, waiting._later])
 
 
 def test_what_one_asked_for_before_and_the_last_asks_for_again_goes_first() -> None:
@@ -289,6 +291,44 @@ def test_what_one_asked_for_before_and_the_last_asks_for_again_goes_first() -> N
     waiting.gone("one")
     device.evict_waiting_last(waiting, 2 * BLOCK_TOKENS)
     assert next_evicted(pool) == ["a2", "a1", "a0", "b2", "b1", "b0"]
+
+
+def test_turns_are_those_of_the_first_that_still_waits_whoever_has_gone() -> None:
+    """Against a plain reference: prompts that share beginnings, served or aborted."""
+    chance = random.Random(7)
+    waiting, there = Waiting(), {}
+    count = 0
+    for step in range(3000):
+        if there and chance.random() < 0.5:
+            name = chance.choice([*there][: chance.choice([1, 99])])
+            waiting.gone(name)
+            del there[name]
+        else:
+            prompt: list[bytes] = []
+            for _ in range(chance.randrange(6)):
+                prompt.append(b"%d" % hash((*prompt, chance.randrange(2))))
+            waiting.arrived(str(step), prompt)
+            there[str(step)] = dict(zip(prompt, range(count + 1, count + 7), strict=False))
+            count += len(prompt)
+        expected: dict[bytes, int] = {}
+        for turns in reversed(there.values()):
+            expected.update(turns)
+        assert waiting._turn == expected
+        assert waiting._wanted == Counter(h for turns in there.values() for h in turns)
+
+
+def test_one_that_makes_room_for_very_many_does_not_count_them_all_at_once() -> None:
+    """Found by an attack: a long prompt that began counted a thousand questions in that step."""
+    waiting = Waiting(hashes_max=1000)
+    waiting.arrived("long", hashes("a", 1000))
+    for number in range(100):
+        waiting.arrived(str(number), [*hashes("s", 8), *hashes(f"{number}-", 1)])
+    waiting.gone("long")
+    assert len(waiting._counted) == 2
+    for number in range(49):
+        waiting.gone(str(number))
+    assert len(waiting._counted) == 51
+    assert not waiting._later
 
 
 def test_of_a_long_queue_the_first_are_known_and_the_others_in_their_turn() -> None:
@@ -309,7 +349,7 @@ def test_a_list_of_hashes_that_grows_is_forgotten_as_it_was_counted() -> None:
     waiting = waiting_for(one=prompt)
     prompt += hashes("b", 2)
     waiting.gone("one")
-    assert not any([waiting, waiting._turns])
+    assert not any([waiting, waiting._wanted, waiting._turn])
 
 
 def test_how_much_of_a_prompt_the_device_has() -> None:
