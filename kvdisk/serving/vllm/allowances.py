@@ -72,7 +72,9 @@ class Allowances:
         self._keys_per_chunk = keys_per_chunk
         self._room_rows = room_rows
         self._whole = whole
+        self._no_room: set[str] = set()  # who was told to wait for it
         self._next: str | None = None  # who gets the room that comes
+        self._next_rows = 0  # as many
         self._behind_next: set[str] = set()  # who was asked for since that one was
         self._allowed: dict[str, _Allowance] = {}
         self._allowed_rows = 0
@@ -92,25 +94,47 @@ class Allowances:
         """Of the RAM tier, for what may still be allowed."""
         return max(0, self._room_rows - self._allowed_rows)
 
+    def waits_still(self, request_id: str) -> bool:
+        """Whether one that was told to wait need not be looked at again, as it has no room yet."""
+        if self._next is None or request_id not in self._no_room:
+            return False
+        if request_id != self._next:
+            return self._is_behind_next(request_id)
+        self._behind_next.clear()
+        return self._has_no_room_for(self._next_rows)
+
     def wait_for_room(self, request_id: str, look: Look) -> bool:
         """Whether a hit that is not to be split has no room yet. Those before it make some in the
         end; what comes behind it takes none of that, unless the engine asks for it no more.
         """
         if not self._whole:
             return False
-        if self._next not in (None, request_id) and request_id not in self._behind_next:
-            self._behind_next.add(request_id)
-            return True
-        self._behind_next.clear()
-        rows = self._allowed_rows + len(look.on_disk) * self._keys_per_chunk
-        waits = self._allowed_rows > 0 and rows > self._room_rows
-        self._next = request_id if waits else None
+        waits = self._next not in (None, request_id) and self._is_behind_next(request_id)
+        if not waits:
+            self._behind_next.clear()
+            rows = len(look.on_disk) * self._keys_per_chunk
+            waits = self._has_no_room_for(rows)
+            self._next, self._next_rows = (request_id, rows) if waits else (None, 0)
+        if waits:
+            self._no_room.add(request_id)
         return waits
+
+    def _is_behind_next(self, request_id: str) -> bool:
+        """Unless it is asked for twice without that one between."""
+        asked_before = request_id in self._behind_next
+        self._behind_next.add(request_id)
+        return not asked_before
+
+    def _has_no_room_for(self, rows: int) -> bool:
+        """Alone it may take more than that, so that somebody always goes on."""
+        return self._allowed_rows > 0 and self._allowed_rows + rows > self._room_rows
 
     def __len__(self) -> int:
         """How much is remembered: nothing when all requests have ended."""
-        by_request = (self._allowed, self._served, self._waited, self._cut, self._behind_next)
-        return sum(map(len, by_request)) + self._allowed_rows + (self._next is not None)
+        by_request = (self._allowed, self._served, self._waited, self._cut)
+        in_line = (self._no_room, self._behind_next)
+        held = self._allowed_rows + (self._next is not None)
+        return sum(map(len, (*by_request, *in_line))) + held
 
     def __contains__(self, request_id: str) -> bool:
         """Whether it is settled what a request may have."""
@@ -174,6 +198,7 @@ class Allowances:
             self._next = None
             self._behind_next.clear()
         self._behind_next.discard(request_id)
+        self._no_room.discard(request_id)
         allowance = self._allowed.pop(request_id, None)
         if allowance is not None:
             self._allowed_rows -= allowance.rows

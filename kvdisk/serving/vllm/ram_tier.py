@@ -25,6 +25,7 @@ from kvdisk.serving.vllm.waiting import Waiting, count_first, group_of_heads
 _TOUCHES_PER_CHANGE: Final = 4
 _TOUCHED_LEAST: Final = 256
 _TOUCHED_FOR_STEPS: Final = 64
+_NOT_TOUCHED_FOR_STEPS: Final = 8  # if somebody ends in each
 _LOOKED_MAX: Final = 8192  # rows at a time: ten milliseconds, if all are to be touched
 _KEPT: Final = 0.5  # of the rows: a queue without end must not keep new chunks off the disk
 _LOOKS_PER_TOUCH: Final = 4  # as long as it takes
@@ -59,6 +60,7 @@ class RamTier:
         self._context_of = context_of
         self._rows_changed = 0  # that came, or may soon
         self._touch_at_change = 0
+        self._touch_at_step = _TOUCHED_FOR_STEPS
         self._steps_since_touch = 1
         self._rows_kept = 0  # of those that vLLM could evict, when they were touched last
 
@@ -114,7 +116,7 @@ class RamTier:
         a step.
         """
         steps = self._steps_since_touch
-        due = self._rows_changed >= self._touch_at_change or steps >= _TOUCHED_FOR_STEPS
+        due = self._rows_changed >= self._touch_at_change or steps >= self._touch_at_step
         if not (steps and due and self._is_lru):
             return
         keys: list[OffloadKey] = []
@@ -135,7 +137,7 @@ class RamTier:
         self._touch(keys, request_id)
         evictable = sum(self._primary._policy.get(key).ref_cnt == 0 for key in keys)
         self._rows_kept = min(evictable, int(self._rows * _KEPT))
-        self._steps_since_touch = 0
+        self._steps_since_touch, self._touch_at_step = 0, _TOUCHED_FOR_STEPS
         between = max(len(keys), looked // _LOOKS_PER_TOUCH, self._rows // 2, _TOUCHED_LEAST)
         self._touch_at_change = self._rows_changed + between // _TOUCHES_PER_CHANGE
 
@@ -154,7 +156,7 @@ class RamTier:
 
     def look_afresh(self) -> None:
         """Some of what was wanted is not any more."""
-        self._touch_at_change = 0
+        self._touch_at_step = _NOT_TOUCHED_FOR_STEPS
 
     def step_ended(self) -> None:
         self._steps_since_touch += 1

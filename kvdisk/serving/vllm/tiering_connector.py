@@ -73,6 +73,8 @@ class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore
         if tier is None or request.request_id in tier.allowances:
             answer = find()
             return answer
+        if tier.ask(lambda it: it.waits_still(request.request_id), False):
+            return None, False
         with tier.allowances.looking(request.request_id) as look:
             answer = find()
         found = answer[0]

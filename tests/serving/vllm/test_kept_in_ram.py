@@ -56,7 +56,7 @@ def test_the_ram_tier_gives_up_what_is_wanted_last(shared: int, tmp_path: Path) 
 
 
 def touch_ram(engine: Engine) -> None:
-    engine.ours._ram.look_afresh()
+    engine.ours._ram._touch_at_change = 0
     engine.ours._ram.step_ended()
     engine.ours._before_rows_are_taken()
 
@@ -255,6 +255,8 @@ def test_what_waits_no_more_is_not_kept_for_long(what: str, tmp_path: Path) -> N
         if what == "aborted":
             for each in waiting:
                 engine.abort(each.request_id)
+            for _ in range(8):
+                engine.step(moves_end=2.0)
         else:
             engine.reset()
             assert fitting(engine, LONG) >= 7 * CHUNKS, "what is free is nobody's"
@@ -368,12 +370,33 @@ def test_the_ram_tier_is_touched_once_in_a_step_and_in_part(tmp_path: Path) -> N
         patch.setattr("kvdisk.serving.vllm.ram_tier._LOOKED_MAX", 10)
         patch.setattr("kvdisk.serving.vllm.ram_tier._LOOKS_PER_REQUEST", 1)
         patch.setattr("kvdisk.serving.vllm.ram_tier._TOUCHED_LEAST", 1)
-        engine.ours._ram.look_afresh()
+        engine.ours._ram._touch_at_change = 0
         for number in range(40):
             engine.ask_for([10 + number] * tokens)
         engine.step(moves_end=2.0)
         engine.drain()
     assert touched == [10]
+
+
+def test_the_ram_tier_is_not_touched_in_each_step_in_which_somebody_ends(tmp_path: Path) -> None:
+    """Found by an attack: an abort in each step had all of it touched in each."""
+    with (
+        engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        prompts = in_ram_alone(engine)
+        engine.ask_for([50] * BLOCK_TOKENS, 200)
+        waiting = [engine.ask_for(prompts[number % 6]) for number in range(40)]
+        engine.step(moves_end=2.0)
+        touched: list[int] = []
+        patch.setattr(engine.ours._ram, "_touch", lambda keys, _: touched.append(len(keys)))
+        for each in waiting:
+            engine.abort(each.request_id)
+            engine.step(moves_end=2.0)
+            engine.ours._before_rows_are_taken()
+        assert 3 <= len(touched) <= 40 / 8
+        patch.undo()
+        engine.drain()
 
 
 def test_of_very_many_short_requests_a_part_is_looked_up(tmp_path: Path) -> None:
