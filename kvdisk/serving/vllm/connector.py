@@ -38,6 +38,7 @@ from kvdisk import ConfigError
 from kvdisk.messages import Clear, RankOpened, RankReport
 from kvdisk.serving.vllm.manager import KVDiskManager
 from kvdisk.serving.vllm.partial_loads import PartialLoads
+from kvdisk.serving.vllm.sessions import SessionsLeftOut
 from kvdisk.serving.vllm.spec import KVDiskSpec, require_flush_before_zeroing
 from kvdisk.serving.vllm.worker import KVDiskWorker
 from kvdisk.tier import opening_line
@@ -125,7 +126,7 @@ class KVDiskConnectorWorker(OffloadingConnectorWorker):  # type: ignore[misc]
         return KVDiskWorkerMetadata(base.completed_jobs, base.transfer_stats, reports)
 
 
-class KVDiskConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
+class KVDiskConnector(PartialLoads, SessionsLeftOut, OffloadingConnector):  # type: ignore[misc]
     """See docs/vllm.md for its configuration."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

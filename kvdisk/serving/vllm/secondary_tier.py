@@ -265,17 +265,18 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         """Nothing is copied any more when the jobs end, since vLLM then reuses their rows."""
         self._tier.close()
         self._held_rows = 0
-        while self._jobs:
-            _, job = self._jobs.popitem()
+        jobs = [*self._jobs.values()]
+        self._jobs.clear()
+        for job in jobs:
             self._fail(job.of_vllm)
-            if job.is_load:
-                self._load_ended(job.of_vllm.req_context.req_id, whole=False)
+            if job.is_load and self.load_listener is not None:
+                self.load_listener.load_ended(job.of_vllm.req_context.req_id)
 
     def _poll(self) -> None:
         finished = self._tier.poll().finished
         self._tell_removed()
         for result in finished:
-            job = self._jobs.pop(result.transfer_id)
+            job = self._jobs[result.transfer_id]  # until its end is told, whatever happens
             good = result.statuses == RowStatus.OK
             if not job.is_load:
                 self._held_rows -= len(job.keys)
@@ -284,7 +285,8 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
                 good |= result.statuses == RowStatus.BUSY  # another store of it is under way
             moved = [key for key, ok in zip(job.keys, good.tolist(), strict=True) if ok]
             if job.is_load:
-                self._load_ended(job.of_vllm.req_context.req_id, whole=len(moved) == len(job.keys))
+                self._load_ended(job, whole=len(moved) == len(job.keys))
+            del self._jobs[result.transfer_id]
             self._finished.append(
                 JobResult(
                     job_id=job.of_vllm.job_id,
@@ -295,9 +297,10 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
                 )
             )
 
-    def _load_ended(self, request_id: str, *, whole: bool) -> None:
+    def _load_ended(self, ended: _Job, *, whole: bool) -> None:
+        request_id = ended.of_vllm.req_context.req_id
         self.allowances.load_ended(request_id, whole=whole)
-        loads = (job for job in self._jobs.values() if job.is_load)
+        loads = (job for job in self._jobs.values() if job.is_load and job is not ended)
         others = any(job.of_vllm.req_context.req_id == request_id for job in loads)
         if self.load_listener is not None and not others:
             self.load_listener.load_ended(request_id)

@@ -17,11 +17,12 @@ from kvdisk.serving.vllm.allowances import Allowances, Look, Parts
 from kvdisk.serving.vllm.partial_loads import PartialLoads
 from kvdisk.serving.vllm.ram_tier import Fitting, RamTier
 from kvdisk.serving.vllm.secondary_tier import KVDiskTier, engine_config
+from kvdisk.serving.vllm.sessions import SessionsLeftOut
 from kvdisk.serving.vllm.spec import require_flush_before_zeroing
 from kvdisk.serving.vllm.waiting import Waiting
 
 
-class KVDiskTieringConnector(PartialLoads, OffloadingConnector):  # type: ignore[misc]
+class KVDiskTieringConnector(PartialLoads, SessionsLeftOut, OffloadingConnector):  # type: ignore[misc]
     """See docs/vllm.md for its configuration."""
 
     _tier: KVDiskTier | None = None

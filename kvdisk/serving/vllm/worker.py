@@ -294,10 +294,9 @@ class KVDiskWorker(Failsafe, OffloadingWorker):  # type: ignore[misc]
             self._end(result.transfer_id, result.statuses)
 
     def _end(self, transfer_id: int, statuses: npt.NDArray[np.uint8]) -> None:
-        job = self._jobs.pop(transfer_id, None)
+        job = self._jobs.get(transfer_id)  # until its end is told, whatever happens
         if job is None:
             return
-        self._transfers.pop(job.job_id, None)
         if job.event is not None and np.any(statuses == RowStatus.TIMED_OUT):
             self._late_events.append(job.event)
         ok = statuses == RowStatus.OK
@@ -308,4 +307,6 @@ class KVDiskWorker(Failsafe, OffloadingWorker):  # type: ignore[misc]
                 self._failed[job.job_id] = missing.tolist()
         moved_bytes = int(np.count_nonzero(ok)) * job.bytes_per_row
         seconds = time.monotonic() - job.began_s
+        del self._jobs[transfer_id]
+        self._transfers.pop(job.job_id, None)
         self._ended.append(TransferResult(job.job_id, True, moved_bytes, seconds))

@@ -367,8 +367,14 @@ class Engine:
         return self.ask_for(prompt, answer_tokens, name)
 
     def ask_for(
-        self, prompt: list[int], answer_tokens: int = 1, name: str | None = None
+        self,
+        prompt: list[int],
+        answer_tokens: int = 1,
+        name: str | None = None,
+        *,
+        resumable: bool = False,
     ) -> Request:
+        """``resumable``: more of the prompt may come, by the same name."""
         self.count += 1
         params = SamplingParams(max_tokens=answer_tokens)
         params.update_from_generation_config({}, END_TOKEN)
@@ -378,8 +384,9 @@ class Engine:
             sampling_params=params,
             pooling_params=None,
             block_hasher=self.hasher,
+            resumable=resumable,
         )
-        self.requests[request.request_id] = request
+        self.requests.setdefault(request.request_id, request)
         self.scheduler.add_request(request)
         return request
 

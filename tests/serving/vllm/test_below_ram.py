@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
+from kvdisk.serving.vllm.connector import KVDiskConnector
+from kvdisk.serving.vllm.sessions import SessionsLeftOut
+from kvdisk.serving.vllm.tiering_connector import KVDiskTieringConnector
 from kvdisk.testing import Faults
-from tests.serving.vllm.below_ram import MOVES, Engine, Setting, engine_of
+from tests.serving.vllm.below_ram import BLOCK_TOKENS, MOVES, Engine, Setting, engine_of
 
 pytestmark = pytest.mark.quick
 
@@ -73,3 +78,60 @@ def test_every_request_is_served_and_nothing_is_left_over(tmp_path: Path, settin
             assert MOVES.loaded
             assert engine.tier._tier.stats().counters.blocks_loaded
         assert engine.leftovers() == {}
+
+
+def session(engine: Engine, turns: int) -> None:
+    """Each brings five blocks and is answered; the first is what another has asked before."""
+    for turn in range(turns):
+        prompt = [3 + 100 * turn + number for number in range(5 * BLOCK_TOKENS)]
+        engine.ask_for(prompt, 17, "session", resumable=True)
+        for _ in range(25):
+            engine.step(moves_end=2.0)
+
+
+def test_of_a_prompt_that_grows_nothing_is_stored_or_loaded(tmp_path: Path) -> None:
+    """Found by an attack: in its second turn vLLM's connector took one block for another."""
+    with engine_of(tmp_path, Setting(ram_rows=64)) as engine:
+        engine.ask_for([3 + number for number in range(5 * BLOCK_TOKENS)])
+        engine.drain()
+        engine.scheduler.kv_cache_manager.reset_prefix_cache()
+        stored = MOVES.stored
+        session(engine, 3)
+        (blocks,) = engine.scheduler.kv_cache_manager.get_blocks("session").blocks
+        (state,) = engine.half._req_status["session"].group_states
+        assert state.block_ids == [block.block_id for block in blocks]
+        engine.ask_for([], 1, "session")  # no more of it
+        engine.drain()
+        assert (MOVES.stored, MOVES.loaded) == (stored, 0)
+        assert engine.leftovers() == {}
+
+
+@pytest.mark.parametrize("connector", [KVDiskConnector, KVDiskTieringConnector])
+def test_neither_connector_knows_a_prompt_that_grows(connector: type) -> None:
+    made: Any = object.__new__(connector)
+    states = {name: SimpleNamespace(max_load_tokens=None) for name in ("session", "other")}
+    made.connector_scheduler = SimpleNamespace(
+        _req_status=states, on_new_request=lambda request: None
+    )
+    for name in states:
+        request = SimpleNamespace(
+            request_id=name,
+            resumable=name == "session",
+            skip_reading_prefix_cache=False,
+            block_hashes=[],
+            num_tokens=1,
+        )
+        made.on_new_request(request)
+    assert vars(states["session"]) == {"max_load_tokens": 0, "max_offload_tokens": 0}
+    assert vars(states["other"]) == {"max_load_tokens": None}
+
+
+def test_what_vllm_calls_new_comes_with_all_of_its_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(SessionsLeftOut, "on_new_request")
+    with engine_of(tmp_path, Setting(ram_rows=64)) as engine:
+        session(engine, 3)
+        assert MOVES.stored >= 15, "each the right block's, or the driver says so"
+        engine.abort("session")
+        engine.drain()

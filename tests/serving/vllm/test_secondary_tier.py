@@ -326,3 +326,23 @@ def test_loads_are_told_to_whoever_plans_them(rig: Rig) -> None:
     rig.load(0, 1, 2)
     rig.finished()
     assert told == [("began", REQUEST.req_id, 3 * TOKENS), ("ended", REQUEST.req_id, 0)]
+
+
+@pytest.mark.parametrize("what", ["stored", "load_ended"])
+def test_a_bug_amid_what_has_ended_leaves_no_job_behind(
+    what: str, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by an attack: vLLM waited for the job for ever, and kept its rows."""
+    jobs = {rig.store(0, 1)}
+    if what == "load_ended":
+        assert rig.finished()[0].success
+        jobs = {rig.load(0, 1), rig.load(1)}
+    events, allowances = rig.tier._events, rig.tier.allowances
+    monkeypatch.setattr(events if what == "stored" else allowances, what, broken)
+    finished = rig.finished()
+    while len(finished) < len(jobs):
+        finished += rig.finished()
+    assert rig.tier.broken
+    assert {each.job_id for each in finished} == jobs
+    assert not any(each.success for each in finished)
+    assert not rig.tier._jobs
