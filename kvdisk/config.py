@@ -100,7 +100,7 @@ class TierConfig:
         A row without an answer by then has failed, and its buffer is quarantined.
     store_wait_ns
         A store that finds no bounce buffer within this time is dropped, so that the serving
-        engine's blocks are not held by a slow disk.
+        engine's blocks are not held by a slow disk. Of a device, from when its blocks are written.
     shards
         Engine threads per path, each with its own ring and its own slots.
     eviction

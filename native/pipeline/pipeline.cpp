@@ -128,8 +128,12 @@ void Pipeline::submit(Transfer* transfer) {
         waiting_loads_.push(transfer);
         return;
     }
+    if (transfer->event != 0) {
+        waiting_events_.push(transfer);
+        return;
+    }
     expiry_next_ns_ = std::min(expiry_next_ns_, transfer->start_by_ns);
-    (transfer->event == 0 ? waiting_stores_ : waiting_events_).push(transfer);
+    waiting_stores_.push(transfer);
 }
 
 bool Pipeline::cancel_waiting(std::uint64_t transfer_id) {
@@ -161,6 +165,9 @@ void Pipeline::poll_events(std::int64_t now) {
             happened = true;
             waiting_events_.remove_after(before);
             if (readiness == Readiness::ready) {
+                // Until now the device kept it waiting, not the disk.
+                if (at->start_by_ns != time_never) at->start_by_ns += now - at->submitted_ns;
+                expiry_next_ns_ = std::min(expiry_next_ns_, at->start_by_ns);
                 waiting_stores_.push(at);
             } else {
                 end_unstarted(*at, {.status = RowStatus::copy_failed, .error = EIO}, now);

@@ -34,17 +34,17 @@ void Pipeline::expire(std::int64_t due) {
 }
 
 void Pipeline::expire_waiting(WaitingList& waiting, std::int64_t due) {
+    const bool wait_for_buffers = &waiting == &waiting_stores_;
     Transfer* before = nullptr;
     for (Transfer* at = waiting.front(); at != nullptr;) {
         Transfer* const next = at->next;
         const bool late = at->deadline_ns <= due;
-        if (late || (at->direction == Direction::store && at->start_by_ns <= due)) {
+        const std::int64_t start_by_ns = wait_for_buffers ? at->start_by_ns : time_never;
+        if (late || start_by_ns <= due) {
             waiting.remove_after(before);
             end_unstarted(*at, {.status = late ? RowStatus::timed_out : RowStatus::refused}, due);
         } else {
-            expiry_next_ns_ =
-                std::min({expiry_next_ns_, at->deadline_ns,
-                          at->direction == Direction::store ? at->start_by_ns : time_never});
+            expiry_next_ns_ = std::min({expiry_next_ns_, at->deadline_ns, start_by_ns});
             before = at;
         }
         at = next;

@@ -47,7 +47,8 @@ struct Transfer {
     // 0: nothing.
     std::uint64_t event = 0;
     std::int64_t deadline_ns = time_never;  // every row has ended by then
-    std::int64_t start_by_ns = time_never;  // store: a row that has no buffer by then is refused
+    // Store: a row that has no buffer by then is refused. The time until the event does not count.
+    std::int64_t start_by_ns = time_never;
     std::vector<Row> rows;
     std::vector<RowResult> results;  // sized like rows by the pipeline
 

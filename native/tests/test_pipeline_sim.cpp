@@ -61,10 +61,11 @@ struct Fixture final : Clock {
     }
 
     Transfer& submit_row(Direction direction, const Row& row, std::int64_t timeout_ns,
-                         std::int64_t start_by_ns = time_never) {
+                         std::int64_t start_by_ns = time_never, std::uint64_t event = 0) {
         Transfer& transfer = *transfers.emplace_back(std::make_unique<Transfer>());
         transfer.id = transfers.size();
         transfer.direction = direction;
+        transfer.event = event;
         transfer.deadline_ns = now_ns() + timeout_ns;
         transfer.start_by_ns = start_by_ns;
         transfer.rows = {row};
@@ -304,6 +305,36 @@ TEST_CASE("pipeline: between loads few stores are in flight, for the next load c
     fixture.disk.thaw();
     fixture.run(1'000'000'000);
     CHECK(fixture.pipeline->stats().rows_stored == 4);
+}
+
+TEST_CASE("pipeline: how long a store may wait for a buffer counts from its event on") {
+    // Found on a GPU: steps of 0.9 s, and nearly every store was given up after half a second.
+    constexpr std::int64_t ms = 1'000'000;
+    Fixture fixture;
+    const auto store_behind_event = [&](std::uint64_t number) -> Transfer& {
+        const std::uint64_t event = fixture.copier.make_event(
+            fixture.now_ns() + 900 * ms, false,
+            [&, number] { fixture.device.put(number, fixture.content(number)); });
+        return fixture.submit_row(Direction::store, {number, number, make_key(number)},
+                                  10'000 * ms, fixture.now_ns() + 500 * ms, event);
+    };
+    const Transfer& taken = store_behind_event(1);
+    fixture.run(1'000 * ms);
+    CHECK(taken.results[0].status == RowStatus::ok);
+    CHECK(fixture.move(Direction::load, 1) == RowStatus::ok);
+    CHECK(fixture.block(1) == fixture.content(1));
+
+    fixture.disk.freeze();
+    for (std::uint64_t number = 10; number < 10 + buffers; ++number) {
+        fixture.submit(Direction::store, number, 10'000 * ms);
+    }
+    const Transfer& given_up = store_behind_event(2);
+    fixture.run(1'300 * ms);
+    CHECK(given_up.results[0].status == RowStatus::pending);
+    fixture.run(200 * ms);
+    CHECK(given_up.results[0].status == RowStatus::refused);
+    fixture.disk.thaw();
+    fixture.run(1'000 * ms);
 }
 
 TEST_CASE("pipeline: a store that may not wait is taken when there is a buffer") {
