@@ -185,3 +185,29 @@ def test_nothing_behind_what_was_not_stored_until_the_engine_offers_all_anew() -
 def test_a_hit_that_is_not_to_be_split_is_all_of_its_parts() -> None:
     parts = look({0, 1, 2}).parts(0, 4 * CHUNK, Allowances(CHUNK, 1, 1, whole=True).room_tokens)
     assert parts.hit == 3 * CHUNK
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_who_is_passed_over_keeps_no_room_that_others_need(loaded: bool) -> None:
+    """Found by an attack: one whose adapter had no room held it for 400 steps."""
+    allowances = Allowances(CHUNK, 1, 4)
+    for each in ("first", "passed over"):
+        allowances.arrived(each)
+        allowances.asked_for(each)
+        allowances.allow(each, look({0, 1}), 2 * CHUNK)
+        if loaded:
+            allowances.load_ended(each, whole=True)
+    for _ in range(2):
+        assert allowances.rows_left == 0
+        allowances.step_ended()
+        for each in ("first", "new"):
+            allowances.asked_for(each)
+    assert ("passed over" in allowances) is not loaded, "what is under way takes room"
+    assert "first" in allowances
+    allowances.step_ended()
+    allowances.step_ended()
+    allowances.asked_for("first")
+    assert "first" in allowances, "nobody was asked for in between"
+    for each in ("first", "passed over"):
+        allowances.gone(each)
+    assert not allowances

@@ -52,10 +52,11 @@ class Look:
         return Parts(hit, above, free, max(0, prompt - computed - hit - above - free))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Allowance:
     end_token: int
     rows: int  # of the RAM tier
+    asked_at: int  # in which of the steps in which anybody was asked for, last
 
 
 class Allowances:
@@ -78,6 +79,8 @@ class Allowances:
         self._behind_next: set[str] = set()  # who was asked for since that one was
         self._allowed: dict[str, _Allowance] = {}
         self._allowed_rows = 0
+        self._asked_steps = 0
+        self._step_is_new = True
         self._served: set[str] = set()  # loaded for since they were looked at
         self._waited: dict[str, bool] = {}  # of all there are, whether in vain: then never again
         self._cut: dict[str, int] = {}  # where the first of its chunks ends that was not stored
@@ -161,7 +164,8 @@ class Allowances:
         """So much of what is on the disk, in whole chunks: one at least, unless it is none."""
         self.settled(request_id)
         ends = sorted(look.on_disk)[: -(-tokens // self.chunk_tokens)]
-        allowance = _Allowance(max(ends, default=0), len(ends) * self._keys_per_chunk)
+        rows = len(ends) * self._keys_per_chunk
+        allowance = _Allowance(max(ends, default=0), rows, self._asked_steps)
         self._allowed[request_id] = allowance
         self._allowed_rows += allowance.rows
 
@@ -172,6 +176,23 @@ class Allowances:
         return self._cut.get(request_id)
 
     # --- what happens
+
+    def asked_for(self, request_id: str) -> None:
+        """The engine may go on with it. Who was passed over in a whole step (its adapter has no
+        room, or it comes behind others) keeps what was brought up as long as nobody needs the room.
+        """
+        if self._step_is_new:
+            self._step_is_new = False
+            self._asked_steps += 1
+            for other, allowance in [*self._allowed.items()]:
+                passed_over = allowance.asked_at < self._asked_steps - 1
+                if passed_over and other in self._served and other != request_id:
+                    self.settled(other)
+        if request_id in self._allowed:
+            self._allowed[request_id].asked_at = self._asked_steps
+
+    def step_ended(self) -> None:
+        self._step_is_new = True
 
     def cut(self, request_id: str, end_token: int) -> None:
         """A request's chunk that ends there is not stored."""

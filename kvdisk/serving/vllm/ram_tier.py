@@ -91,7 +91,9 @@ class RamTier:
         if not self._rows_kept or not self._is_lru:
             return Fitting(keys)
         free = self._primary._get_num_free_chunks()
-        room = free + max(0, self._primary._num_evictable_cache_chunks - self._rows_kept - reserved)
+        own = sum(self._is_nobodys(key, waiting) for key in keys)  # vLLM gives up none of these
+        evictable = self._primary._num_evictable_cache_chunks - own
+        room = free + max(0, evictable - self._rows_kept - reserved)
         position = context.get_offload_key_position
         for key in sorted(keys, key=lambda key: position(key) or 0):
             if not self._has(key):
@@ -170,6 +172,13 @@ class RamTier:
 
     def _has(self, key: OffloadKey) -> bool:
         return self._primary._policy.get(key) is not None
+
+    def _is_nobodys(self, key: OffloadKey, waiting: Waiting) -> bool:
+        """Whether it is there, could be given up, and nobody waits for it."""
+        row = self._primary._policy.get(key)
+        return (
+            row is not None and row.ref_cnt == 0 and not waiting.turn(get_offload_block_hash(key))
+        )
 
     def _touch(self, keys: Sequence[OffloadKey], request_id: str) -> None:
         """The first of them is evicted last."""

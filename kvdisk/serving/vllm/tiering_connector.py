@@ -71,6 +71,8 @@ class KVDiskTieringConnector(PartialLoads, SessionsLeftOut, OffloadingConnector)
         find = partial(super().get_num_new_matched_tokens, request, num_computed_tokens)
         answer: tuple[int | None, bool]
         tier = self._tier
+        if tier is not None:
+            tier.ask(lambda it: it.asked_for(request.request_id), None)
         if tier is None or request.request_id in tier.allowances:
             answer = find()
             return answer
@@ -176,8 +178,9 @@ class KVDiskTieringConnector(PartialLoads, SessionsLeftOut, OffloadingConnector)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         meta = super().build_connector_meta(scheduler_output)
-        if self._ram is not None:
+        if self._tier is not None and self._ram is not None:
             self._ram.step_ended()
+            self._tier.ask(lambda it: it.step_ended(), None)
         return meta
 
     def waits_no_more(self) -> None:

@@ -193,6 +193,25 @@ def test_what_is_stored_takes_room_whoever_waits_for_it(tmp_path: Path) -> None:
         engine.drain()
 
 
+def test_the_rows_of_a_prompt_are_no_room_for_the_rest_of_it(tmp_path: Path) -> None:
+    """Found by an attack: vLLM gives up none of these, so that it took what others wait for."""
+    with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
+        prompts = in_ram_alone(engine, 8)
+        there = [engine.ask_for(prompt) for prompt in prompts[:4]]
+        touch_ram(engine)
+        own = [each for prompt in prompts[4:7] for each in blocks_of(engine, prompt)]
+        assert fitting(engine, [*own, *LONG]) == 3 * CHUNKS
+        assert fitting(engine, LONG) == 2 * CHUNKS
+        assert all(in_ram(engine, each) == CHUNKS for each in there)
+        engine.drain()
+
+
+def blocks_of(engine: Engine, prompt: list[int]) -> list[bytes]:
+    request = engine.ask_for(prompt)
+    engine.abort(request.request_id)
+    return [*request.block_hashes]
+
+
 def test_nothing_is_stored_behind_what_was_left_out(tmp_path: Path) -> None:
     """It would never be found."""
     with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
