@@ -118,6 +118,8 @@ void Pipeline::submit(Transfer* transfer) {
     KVDISK_CHECK(rows > 0);
     transfer->results.assign(rows, RowResult{});
     transfer->submitted_ns = clock_.now_ns();
+    constexpr std::int64_t timeout_min_ns = 1'000'000;
+    transfer->timeout_ns = std::max(timeout_min_ns, transfer->deadline_ns - transfer->submitted_ns);
     transfer->next_row = 0;
     transfer->rows_open = rows;
     transfer->sources_open = transfer->direction == Direction::store ? rows : 0;

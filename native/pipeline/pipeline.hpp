@@ -288,6 +288,7 @@ class Pipeline {
     // --- ending
     void expire(std::int64_t due);
     void expire_waiting(WaitingList& waiting, std::int64_t due);
+    bool is_late(Transfer& transfer, std::int64_t due);
     void end_unstarted(Transfer& transfer, RowResult result, std::int64_t now);
     void expire_extent(std::uint32_t index, std::int64_t now);
     void quarantine_extent(std::uint32_t index, std::int64_t now);

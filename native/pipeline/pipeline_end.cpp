@@ -25,7 +25,7 @@ void Pipeline::expire(std::int64_t due) {
     for (std::uint32_t index = 0; index < extents_.size(); ++index) {
         const Extent& extent = extents_[index];
         if (extent.stage == Stage::free || extent.ended || extent.expired) continue;
-        if (extent.transfer->deadline_ns <= due) {
+        if (is_late(*extent.transfer, due)) {
             expire_extent(index, due);
         } else {
             expiry_next_ns_ = std::min(expiry_next_ns_, extent.transfer->deadline_ns);
@@ -33,12 +33,24 @@ void Pipeline::expire(std::int64_t due) {
     }
 }
 
+// Whether a transfer should have ended by `due`. No load can, and no disk is to blame, before the
+// device is done with what was in the blocks: then it is given as much time again.
+bool Pipeline::is_late(Transfer& transfer, std::int64_t due) {
+    if (transfer.deadline_ns > due) return false;
+    if (due == time_never || transfer.direction == Direction::store || transfer.event == 0 ||
+        copier_.poll_event(transfer.event) != Readiness::pending) {
+        return true;
+    }
+    transfer.deadline_ns = due + transfer.timeout_ns;
+    return false;
+}
+
 void Pipeline::expire_waiting(WaitingList& waiting, std::int64_t due) {
     const bool wait_for_buffers = &waiting == &waiting_stores_;
     Transfer* before = nullptr;
     for (Transfer* at = waiting.front(); at != nullptr;) {
         Transfer* const next = at->next;
-        const bool late = at->deadline_ns <= due;
+        const bool late = is_late(*at, due);
         const std::int64_t start_by_ns = wait_for_buffers ? at->start_by_ns : time_never;
         if (late || start_by_ns <= due) {
             waiting.remove_after(before);

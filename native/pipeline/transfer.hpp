@@ -46,7 +46,8 @@ struct Transfer {
     // What must have happened before a store reads its blocks, or a load writes them (on a device);
     // 0: nothing.
     std::uint64_t event = 0;
-    std::int64_t deadline_ns = time_never;  // every row has ended by then
+    // Every row has ended by then. Put off for a load while the device still uses its blocks.
+    std::int64_t deadline_ns = time_never;
     // Store: a row that has no buffer by then is refused. The time until the event does not count.
     std::int64_t start_by_ns = time_never;
     std::vector<Row> rows;
@@ -54,7 +55,8 @@ struct Transfer {
 
     // The pipeline's own notes.
     std::int64_t submitted_ns = 0;
-    std::uint32_t next_row = 0;  // rows before it have been started (or ended)
+    std::int64_t timeout_ns = 0;  // from then to the deadline
+    std::uint32_t next_row = 0;   // rows before it have been started (or ended)
     std::uint32_t rows_open = 0;
     std::uint32_t sources_open = 0;  // store: rows whose block may still be read
     Transfer* next = nullptr;

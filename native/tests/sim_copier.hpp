@@ -85,7 +85,9 @@ class SimCopier final : public Copier {
 
     void start(const Copy& copy) override {
         KVDISK_CHECK(active_.size() < depth_ && copy.block_id < layout_.block_count);
-        const std::int64_t now = now_ns_();
+        const auto event = std::ranges::find(events_, copy.event, &Event::id);
+        const bool waits = copy.event != 0 && event != events_.end();
+        const std::int64_t now = waits ? std::max(now_ns_(), event->at_ns) : now_ns_();
         Active started;
         started.copy = copy;
         started.checksum.reset(copy.seed);

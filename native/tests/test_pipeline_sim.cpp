@@ -315,8 +315,8 @@ TEST_CASE("pipeline: how long a store may wait for a buffer counts from its even
         const std::uint64_t event = fixture.copier.make_event(
             fixture.now_ns() + 900 * ms, false,
             [&, number] { fixture.device.put(number, fixture.content(number)); });
-        return fixture.submit_row(Direction::store, {number, number, make_key(number)},
-                                  10'000 * ms, fixture.now_ns() + 500 * ms, event);
+        return fixture.submit_row(Direction::store, {number, number, make_key(number)}, 10'000 * ms,
+                                  fixture.now_ns() + 500 * ms, event);
     };
     const Transfer& taken = store_behind_event(1);
     fixture.run(1'000 * ms);
@@ -333,6 +333,34 @@ TEST_CASE("pipeline: how long a store may wait for a buffer counts from its even
     CHECK(given_up.results[0].status == RowStatus::pending);
     fixture.run(200 * ms);
     CHECK(given_up.results[0].status == RowStatus::refused);
+    fixture.disk.thaw();
+    fixture.run(1'000 * ms);
+}
+
+TEST_CASE("pipeline: a load whose blocks the device still uses is not late") {
+    // Else no load would ever end well where the steps of a device take longer than the deadline.
+    constexpr std::int64_t ms = 1'000'000;
+    Fixture fixture;
+    CHECK(fixture.move(Direction::store, 1) == RowStatus::ok);
+    const auto load_behind_event = [&](std::int64_t after_ns) -> Transfer& {
+        const std::uint64_t event =
+            fixture.copier.make_event(fixture.now_ns() + after_ns, false, nullptr);
+        return fixture.submit_row(Direction::load, {2, 1, make_key(1)}, 500 * ms, time_never,
+                                  event);
+    };
+    const Transfer& load = load_behind_event(1'700 * ms);
+    fixture.run(1'600 * ms);
+    CHECK(load.results[0].status == RowStatus::pending);
+    fixture.run(200 * ms);
+    CHECK(load.results[0].status == RowStatus::ok);
+    CHECK(fixture.block(2) == fixture.content(1));
+
+    fixture.disk.freeze();
+    const Transfer& hung = load_behind_event(700 * ms);
+    fixture.run(900 * ms);
+    CHECK(hung.results[0].status == RowStatus::pending);
+    fixture.run(200 * ms);
+    CHECK(hung.results[0].status == RowStatus::timed_out);
     fixture.disk.thaw();
     fixture.run(1'000 * ms);
 }
