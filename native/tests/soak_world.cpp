@@ -358,6 +358,10 @@ void World::submit_load(Task& task) {
         task.transfer.rows.push_back({chosen_blocks_[row], slot, make_key(key)});
         task.notes.push_back(model_->load_submitted(slot, key));
     }
+    if (options_.direct_loads || random_.below(6) != 0) return;
+    // A device that goes on using the blocks for a while, often beyond the deadline.
+    const std::int64_t at_ns = now() + random_.between(0, 3'000'000);
+    task.transfer.event = copier_->make_event(at_ns, false, nullptr);
 }
 
 // ---------------------------------------------------------------- what is answered
