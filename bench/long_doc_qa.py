@@ -31,45 +31,16 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from long_doc_models import MODELS, document_bytes, write_model
+
+from kvdisk import TierConfig
 from kvdisk.bench.scratch import describe_place
 
 HERE = Path(__file__).resolve().parent
-BF16_BYTES = 2
-
-# Geometries with dummy weights: what a Llama of this shape takes. "tiny" has real random ones.
-MODELS: dict[str, dict[str, Any]] = {
-    "llama-3-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 32000,
-        "rope_theta": 500000.0,
-    },
-    "qwen-32b": {
-        "hidden_size": 5120,
-        "intermediate_size": 27648,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "vocab_size": 32000,
-        "rope_theta": 1000000.0,
-    },
-    "tiny": {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 1024,
-        "rope_theta": 10000.0,
-        "initializer_range": 0.12,  # large enough that wrong KV changes the answer
-    },
-}
 
 
 def main() -> None:
@@ -84,7 +55,7 @@ def main() -> None:
             for result in take_turns(modes, model, options):
                 results.append(result)
                 if options.output:  # after each round: what ends early has shown what it did
-                    Path(options.output).write_text(json.dumps(report, indent=1) + "\n")
+                    options.output.write_text(json.dumps(report, indent=1) + "\n")
     print(table(results))
     same = compare_answers(results, options.modes[0])
     sys.exit(0 if same or not options.require_same else 1)
@@ -94,42 +65,51 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--modes", required=True, help="comma-separated, see above")
-    parser.add_argument("--root", action="append", default=[], metavar="NAME=DIRECTORY[:...]")
-    parser.add_argument("--documents", default="8,16,32")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--model", default="llama-3-8b", choices=[*MODELS])
-    parser.add_argument("--document-tokens", type=int, default=8192)
-    parser.add_argument("--device-documents", type=int, default=8, help="what the device holds")
-    parser.add_argument("--disk-documents", type=int, default=66, help="what the disk holds")
-    parser.add_argument("--answer-tokens", type=int, default=1)
-    parser.add_argument(
-        "--settle", type=float, default=3.0, help="seconds between warm-up and question"
-    )
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--block-tokens", type=int, help="of a block; default 16, on a CPU 32")
-    parser.add_argument("--attention", help="vLLM's attention backend")
-    parser.add_argument("--memory", type=float, default=0.21, help="share of the device per engine")
-    parser.add_argument("--at-once", type=int, default=4, help="engines that stand side by side")
-    parser.add_argument(
-        "--option", action="append", default=[], metavar="NAME=VALUE", help="kvdisk's"
-    )
-    parser.add_argument("--cpu", action="store_true", help="no GPU here")
-    parser.add_argument("--require-same", action="store_true", help="fail unless all answer alike")
-    parser.add_argument("--logs", type=Path, help="where the engines' logs go")
-    parser.add_argument("--output")
+    add = parser.add_argument
+    add("--modes", required=True, help="comma-separated, see above")
+    add("--root", action="append", default=[], metavar="NAME=DIRECTORY[:...]", help="for @NAME")
+    add("--documents", default="8,16,32", help="how many, one sweep after the other (8,16,32)")
+    add("--rounds", type=positive, default=1, help="of each, with new documents (1)")
+    add("--model", default="llama-3-8b", choices=[*MODELS], help="its geometry (llama-3-8b)")
+    add("--document-tokens", type=positive, default=8192, help="of each (8192)")
+    add("--device-documents", type=positive, default=8, help="what the device holds (8)")
+    add("--disk-documents", type=positive, default=66, help="what kvdisk's disk holds (66)")
+    add("--answer-tokens", type=positive, default=1, help="that are generated (1)")
+    add("--settle", type=float, default=3.0, help="seconds between warm-up and question (3)")
+    add("--dtype", default="bfloat16", help="of weights and KV (bfloat16)")
+    add("--block-tokens", type=positive, help="of a block (16, on a CPU 32)")
+    add("--attention", help="vLLM's attention backend (its own choice)")
+    add("--memory", type=float, default=0.21, help="share of the device per engine (0.21)")
+    add("--at-once", type=positive, default=4, help="engines that stand side by side (4)")
+    add("--option", action="append", default=[], metavar="NAME=VALUE", help="kvdisk's")
+    add("--cpu", action="store_true", help="no GPU here")
+    add("--require-same", action="store_true", help="fail unless all answer alike")
+    add("--logs", type=Path, help="where the engines' logs go (nowhere)")
+    add("--output", type=Path, help="a JSON file, written after each round")
     options = parser.parse_args(arguments)
     options.block_tokens = options.block_tokens or (32 if options.cpu else 16)
     options.modes = options.modes.split(",")
-    options.documents = [int(count) for count in options.documents.split(",")]
     try:
+        options.documents = [positive(count) for count in options.documents.split(",")]
         options.roots = named_values(options.root)
         options.kvdisk = {"partial_loads": "auto", **named_values(options.option)}
         for mode in options.modes:
-            check_mode(mode, options.roots)
+            check_mode(mode, options)
     except ValueError as error:
         parser.error(str(error))
+    if len({*options.modes}) < len(options.modes):
+        parser.error("--modes names one of them twice")
+    if options.output and not options.output.parent.is_dir():
+        parser.error(f"--output: there is no directory {options.output.parent}")
+    if find_spec("vllm") is None:
+        parser.error(f"{sys.executable} has no vLLM: run this with the Python that has it")
     return options
+
+
+def positive(text: str) -> int:
+    if not re.fullmatch("0*[1-9][0-9]*", text):
+        raise ValueError(f"{text!r} is not a number from 1 on")
+    return int(text)
 
 
 def named_values(texts: list[str]) -> dict[str, str]:
@@ -139,48 +119,19 @@ def named_values(texts: list[str]) -> dict[str, str]:
     return dict(text.split("=", 1) for text in texts)
 
 
-def check_mode(mode: str, roots: dict[str, str]) -> None:
+def check_mode(mode: str, options: argparse.Namespace) -> None:
     tier, *own_options = mode.split("+")
-    named_values(own_options)
     if not re.fullmatch(r"none|prefix|ram:\d+|disk@.+|fs:\d+@.+|kvdisk(:\d+)?@.+", tier):
         raise ValueError(f"{mode!r} is no mode; see --help")
     root = tier.partition("@")[2]
-    if root and root not in roots:
+    if root and root not in options.roots:
         raise ValueError(f"{mode!r} names a root that is not there: add --root {root}=DIRECTORY")
-
-
-def write_model(directory: Path, options: argparse.Namespace) -> None:
-    shape = MODELS[options.model]
-    if options.model == "tiny":
-        import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        torch.manual_seed(0)
-        config = LlamaConfig(**shape, max_position_embeddings=16384, bos_token_id=1, eos_token_id=2)
-        LlamaForCausalLM(config).float().eval().save_pretrained(directory)
-        return
-    directory.mkdir()
-    config_json = {
-        **shape,
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "max_position_embeddings": 16384,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "torch_dtype": options.dtype,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": False,
-    }
-    (directory / "config.json").write_text(json.dumps(config_json))
-
-
-def document_bytes(options: argparse.Namespace) -> int:
-    shape = MODELS[options.model]
-    head = shape["hidden_size"] // shape["num_attention_heads"]
-    element = 4 if options.dtype == "float32" else BF16_BYTES
-    token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head * element
-    return int(token * options.document_tokens)
+    if tier.startswith("kvdisk"):
+        given = {**options.kvdisk, **named_values(own_options)}
+        settings = {name: value for name, value in given.items() if name != "weights"}
+        TierConfig.from_mapping({"capacity": "1TiB", **settings, "path": "/"})
+    elif own_options:
+        raise ValueError(f"{mode!r}: options are for kvdisk's modes")
 
 
 def transfer_config(
@@ -274,29 +225,25 @@ class Engine:
             "answer_tokens": options.answer_tokens,
             "vocabulary": MODELS[options.model]["vocab_size"],
         }
-        log = subprocess.DEVNULL
-        if options.logs:
-            options.logs.mkdir(parents=True, exist_ok=True)
-            name = file_name(mode)
-            log = os.open(
-                options.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644
+        self.log = options.logs and options.logs / f"{file_name(mode)}.log"
+        if self.log:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log or os.devnull, "w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "vllm_engine.py"), json.dumps(told)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, **vllm_environment(options)},
             )
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "vllm_engine.py"), json.dumps(told)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={**os.environ, "PYTHONPATH": python_path(), **vllm_environment(options)},
-        )
-        if log != subprocess.DEVNULL:
-            os.close(log)
 
     def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"the engine of mode {self.mode} ended: name a directory with --logs")
+            hint = f"see {self.log}" if self.log else "name a directory with --logs"
+            raise SystemExit(f"the engine of mode {self.mode} ended: {hint}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -345,16 +292,14 @@ def file_name(mode: str) -> str:
     return re.sub("[^A-Za-z0-9_.]", "-", mode)
 
 
-def python_path() -> str:
-    return f"{HERE.parent}:{os.environ.get('PYTHONPATH', '')}"
-
-
 def vllm_environment(options: argparse.Namespace) -> dict[str, str]:
     common = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if not options.cpu:
         return common
     return {
         **common,
+        # For the RAM tier on a CPU, which is in the tests; the clone's kvdisk comes with it.
+        "PYTHONPATH": f"{HERE.parent}:{os.environ.get('PYTHONPATH', '')}",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         # As many threads in each mode: by itself vLLM takes more of them where there is a tier.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

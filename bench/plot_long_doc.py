@@ -28,12 +28,15 @@ def main() -> None:
     parser.add_argument("result", type=Path)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
-    document: dict[str, Any] = json.loads(options.result.read_text())
-    rounds = document["rounds"]
+    try:
+        document: dict[str, Any] = json.loads(options.result.read_text())
+        rounds = document["rounds"]
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(f"{options.result} is no result of long_doc_qa.py: {error!r}")
     modes = list(dict.fromkeys(each["mode"] for each in rounds))
     counts = sorted({each["documents"] for each in rounds})
 
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     bar = WIDTH / len(modes)
     for place, mode in enumerate(modes):
         at = [group - WIDTH / 2 + (place + 0.5) * bar for group in range(len(counts))]
@@ -49,7 +52,7 @@ def main() -> None:
     axes.set_xlabel(f"documents of {document['document_tokens']} tokens")
     axes.set_ylabel("seconds for a question on each (line: warm-up)")
     axes.set_title(f"{document['model']}, {document['device']}, vLLM {document['vllm']}")
-    axes.legend(title="mode", fontsize=9)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9)
     axes.margins(y=0.1)
     figure.savefig(options.output, dpi=120)
 

@@ -209,8 +209,8 @@ def _table(document: Mapping[str, Any]) -> str:
             _percent(run["hit_token_share"]),
             display_size(run["bytes_read"]),
             display_size(run["bytes_written"]),
-            f"{run['load_ms']['p50']:.1f} ms",
-            f"{run['load_ms']['p99']:.1f} ms",
+            _short(run["load_ms"]["p50"]),
+            _short(run["load_ms"]["p99"]),
             _seconds(run["ttft"]["mean_s"]),
             _seconds(run["ttft"]["p99_s"]),
             _percent(run["ttft"]["prefill_busy"]),
@@ -228,7 +228,7 @@ def _advice(document: Mapping[str, Any]) -> list[str]:
     lines = []
     for run in document["runs"]:
         here, there = run["simulation"]["hit_share"], run["doubled"]["hit_share"]
-        gain = f"{100 * (there / here - 1):+.1f} % hits" if here else "the first hits"
+        gain = f"{100 * (there - here):+.1f} points of hits"
         lines.append(
             f"{run['policy']}, {display_size(run['capacity_bytes'])}: twice the disk would give "
             f"{gain} ({_percent(here)} -> {_percent(there)})"
@@ -262,6 +262,12 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
             "without the tier prefill cannot keep up with the trace: its queue, and TTFT, grow for "
             "as long as the trace lasts"
         )
+    if any(run["ttft"]["mean_s"] > document["without"]["mean_s"] for run in runs):
+        notes.append(
+            "here the first token comes later with the tier: the disk takes longer to load a hit "
+            "than --prefill-rate to compute it, or cannot keep up with the trace. Every hit is "
+            "loaded whole here; vLLM's adapter computes a part of it then (partial_loads)"
+        )
     if place is not None and not document["replay"]["verify"]:
         notes.append("what was loaded was not compared (--no-verify)")
     for run in runs:
@@ -290,6 +296,10 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
+
+
+def _short(milliseconds: float) -> str:
+    return f"{milliseconds:.1f} ms" if milliseconds < 10_000 else _seconds(milliseconds / 1000)
 
 
 def _seconds(seconds: float) -> str:
