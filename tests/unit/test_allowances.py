@@ -143,6 +143,36 @@ def test_who_waits_for_room_is_not_overtaken(end: str) -> None:
     assert not allowances
 
 
+def test_of_several_groups_each_takes_room() -> None:
+    allowances = Allowances(CHUNK, 2, 16, whole=True)
+    allowances.allow("first", look({0, 1, 2, 3}), 4 * CHUNK)
+    assert not allowances.wait_for_room("four", look({0, 1, 2, 3}))
+    assert allowances.wait_for_room("five", look({0, 1, 2, 3, 4}))
+
+
+def test_who_is_gone_leaves_nothing_to_another_of_his_name() -> None:
+    """Who waited behind the next in turn, and comes again, does so for the first time."""
+    allowances = Allowances(CHUNK, 1, 4, whole=True)
+    allowances.allow("first", look({0, 1}), 2 * CHUNK)
+    assert allowances.wait_for_room("large", look({0, 1, 2}))
+    for _ in range(2):
+        assert allowances.wait_for_room("small", look({0}))
+        allowances.gone("small")
+
+
+def test_who_comes_in_the_name_of_another_has_all_chances() -> None:
+    allowances = Allowances(CHUNK, 1, 4)
+    allowances.arrived("one")
+    allowances.allow("one", look({0, 1, 2}), CHUNK)
+    allowances.cut("one", 2 * CHUNK)
+    allowances.load_ended("one", whole=True)
+    allowances.arrived("one")
+    assert "one" not in allowances
+    assert allowances.may_have("one", 3 * CHUNK)
+    assert allowances.cut_token("one") is None
+    assert allowances.room_tokens == 4 * CHUNK
+
+
 def test_a_chunk_is_allowed_at_least_and_never_one_that_is_not_there() -> None:
     allowances = Allowances(CHUNK, 1, 100)
     for tokens, end in ((0, 0), (1, 1), (CHUNK + 1, 5), (99 * CHUNK, 5)):
