@@ -26,7 +26,10 @@ def broken(*_: object, **__: object) -> Any:
 
 
 def secondary_tier(
-    directory: Path, rows: npt.NDArray[np.uint8], group_tokens: Sequence[int] = (TOKENS,)
+    directory: Path,
+    rows: npt.NDArray[np.uint8],
+    group_tokens: Sequence[int] = (TOKENS,),
+    **options: Any,
 ) -> KVDiskTier:
     """Below a RAM tier of these rows, with all that vLLM tells a secondary tier."""
     config = SimpleNamespace(
@@ -53,4 +56,5 @@ def secondary_tier(
         path=str(directory),
         capacity="4MiB",
         ring="1MiB",
+        **options,
     )

@@ -131,6 +131,14 @@ class TestDamage:
         assert not rig.tier.allowances
 
 
+def delay(rig: Rig) -> SimulatedDisk:
+    """No store ends until the disk's faults are taken away."""
+    disk = SimulatedDisk(faults=Faults(delay=1.0))
+    rig.tier._tier.close()
+    rig.tier._tier = simulated_tier(disk, rig.rows, simulated_config(64, ROW_BYTES))
+    return disk
+
+
 class TestReset:
     def test_nothing_of_before_is_served_and_jobs_under_way_end(self, rig: Rig) -> None:
         rig.store(0)
@@ -232,6 +240,15 @@ def test_groups_with_chunks_of_two_sizes_have_all_of_a_hit(
     tier.shutdown()
 
 
+def test_a_chunk_takes_a_row_for_each_group(tmp_path: Path) -> None:
+    """Room is a quarter of the rows."""
+    for group_tokens, chunks in (((TOKENS,), 16), ((TOKENS, TOKENS), 8)):
+        rows = np.zeros((64, ROW_BYTES), np.uint8)
+        tier = secondary_tier(tmp_path / str(chunks), rows, group_tokens)
+        assert tier.allowances.room_tokens == chunks * TOKENS
+        tier.shutdown()
+
+
 def test_looking_brings_nothing_up_and_tells_what_is_on_the_disk(rig: Rig) -> None:
     rig.store(0, 1, 4)
     rig.finished()
@@ -293,9 +310,7 @@ def test_the_head_of_a_prefix_is_stored_first_and_no_more_than_half_of_the_rows_
 
 def test_a_store_that_would_hold_too_many_rows_holds_none(rig: Rig) -> None:
     """vLLM keeps all rows of a store until it ends, also those that were refused."""
-    disk = SimulatedDisk(faults=Faults(delay=1.0))
-    rig.tier._tier.close()
-    rig.tier._tier = simulated_tier(disk, rig.rows, simulated_config(64, ROW_BYTES))
+    disk = delay(rig)
     taken = [rig.store(*range(10)), rig.store(*range(10, 16))]
     refused = rig.store(16)
     (result,) = rig.tier.get_finished_jobs()
@@ -307,6 +322,42 @@ def test_a_store_that_would_hold_too_many_rows_holds_none(rig: Rig) -> None:
     assert rig.finished()[0].success
     assert rig.hits(*range(17)) == [True] * 17
     assert rig.tier._held_rows == 0
+
+
+def test_a_store_holds_no_more_rows_than_the_operator_says(tmp_path: Path) -> None:
+    rows = np.zeros((32, ROW_BYTES), np.uint8)
+    rig = Rig(secondary_tier(tmp_path, rows, store_queue=f"{4 * ROW_BYTES}B"), rows)
+    disk = delay(rig)
+    rig.store(0, 1, 2)
+    refused = [rig.store(3, 4), rig.store(3, 4, 5, 6)]
+    taken = rig.store(3)
+    assert [each.job_id for each in rig.tier.get_finished_jobs()] == refused
+    disk.faults = Faults()
+    assert {each.job_id: each.success for each in rig.finished()} == {1: True, taken: True}
+    rig.tier.shutdown()
+
+
+def test_what_is_being_stored_already_is_stored_once(rig: Rig) -> None:
+    """For two prompts with one beginning that vLLM has evicted between them."""
+    disk = delay(rig)
+    rig.store(0)
+    rig.store(0, 1)
+    disk.faults = Faults()
+    assert [each.success for each in rig.finished()] == [True, True]
+    (first, second) = rig.tier.take_events()
+    assert [first.keys, second.keys] == [[key(0)], [key(1)]]
+    assert rig.hits(0, 1) == [True, True]
+
+
+def test_rows_that_are_stored_or_brought_up_are_told_to_the_tier_above(rig: Rig) -> None:
+    told: list[int] = []
+    rig.tier.above = SimpleNamespace(changes=told.append)  # type: ignore[assignment]
+    rig.store(0, 1, 2)
+    rig.finished()
+    assert told == [3]
+    rig.load(0, 1)
+    rig.finished()
+    assert told == [3, 2]
 
 
 def test_loads_are_told_to_whoever_plans_them(rig: Rig) -> None:
