@@ -46,7 +46,13 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     SlidingWindowSpec,
 )
-from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult, get_offload_group_idx
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingWorker,
+    TransferResult,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.tiering.example.manager import ExampleSecondaryTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -140,6 +146,13 @@ class CheckingSpec(TieringOffloadingSpec):
         return self._worker
 
 
+class OtherTier(ExampleSecondaryTierManager):
+    """Takes all that it is given; as it moves no bytes, it gives nothing."""
+
+    def lookup(self, key: Any, req_context: Any) -> LookupResult:
+        return LookupResult.MISS
+
+
 @dataclass
 class Clock:
     now_s: float = 1000.0
@@ -206,6 +219,8 @@ class Setting:
     step_tokens: int = 128
     evict_waiting_last: bool = True
     policy: str = "fcfs"
+    prefix_caching: bool = True
+    other_tier: bool = False  # below the same RAM tier
 
     def __str__(self) -> str:
         return f"{self.kinds}-{self.blocks_per_chunk}-{self.ram_rows}-{self.mode}"
@@ -327,12 +342,15 @@ class Engine:
                     "weights": "none",
                     "partial_loads": setting.mode,
                     "evict_waiting_last": setting.evict_waiting_last,
-                }
+                },
+                *([{"type": "OtherTier", "module_path": __name__}] * setting.other_tier),
             ],
         }
         if setting.blocks_per_chunk > 1:
             extra["block_size"] = BLOCK_TOKENS * setting.blocks_per_chunk
-        cache_config = CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True)
+        cache_config = CacheConfig(
+            block_size=BLOCK_TOKENS, enable_prefix_caching=setting.prefix_caching
+        )
         cache_config.kv_cache_layout = "LBHNC"
         config = VllmConfig(
             model_config=model_config,

@@ -93,6 +93,17 @@ def test_what_waits_is_not_given_up_for_what_nobody_waits_for(keep: bool, tmp_pa
     assert (left == [CHUNKS] * 4) is keep
 
 
+def test_where_other_tiers_lie_below_they_have_all_that_vllm_offers(tmp_path: Path) -> None:
+    with engine_of(tmp_path, Setting(**EIGHT_IN_RAM, other_tier=True)) as engine:
+        prompts = in_ram_alone(engine, 8)
+        first = engine.ask_for([50] * 3 * CHUNKS * BLOCK_TOKENS)
+        for prompt in prompts:
+            engine.ask_for(prompt)
+        engine.drain()
+        _, other = engine.manager.secondary_tiers
+        assert {make_offload_key(each, 0) for each in first.block_hashes} <= other.chunks.keys()
+
+
 def fitting(
     engine: Engine, prompt: list[bytes], context: ReqContext | None = None, taken: bool = True
 ) -> int:
@@ -257,6 +268,33 @@ def test_after_a_reset_all_of_a_prompt_is_offered_anew(tmp_path: Path) -> None:
         engine.reset()
         assert fitting(engine, LONG, one) == 10 * CHUNKS
         engine.tier.allowances.gone("one")
+
+
+def test_once_nobody_waits_all_is_stored(tmp_path: Path) -> None:
+    """At once, and not when the RAM tier is touched the next time."""
+    with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
+        waiting = [engine.ask_for(prompt) for prompt in in_ram_alone(engine)[:4]]
+        touch_ram(engine)
+        assert fitting(engine, LONG) == 2 * CHUNKS
+        for each in waiting:
+            engine.abort(each.request_id)
+        assert fitting(engine, LONG) == 10 * CHUNKS
+        engine.drain()
+
+
+def test_who_comes_after_the_ram_tier_was_touched_is_reckoned_with_soon(tmp_path: Path) -> None:
+    with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
+        prompts = in_ram_alone(engine, 8)
+        engine.ask_for([50] * BLOCK_TOKENS, 200)
+        engine.step(moves_end=2.0)
+        engine.ask_for([60] * BLOCK_TOKENS)
+        touch_ram(engine)
+        assert fitting(engine, LONG) == 10 * CHUNKS
+        for prompt in prompts:
+            engine.ask_for(prompt)
+        engine.step(moves_end=2.0)
+        assert fitting(engine, LONG) in (2 * CHUNKS, 2 * CHUNKS - 1)
+        engine.drain()
 
 
 @pytest.mark.parametrize("what", ["aborted", "reset"])
