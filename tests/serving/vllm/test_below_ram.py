@@ -80,6 +80,26 @@ def test_every_request_is_served_and_nothing_is_left_over(tmp_path: Path, settin
         assert engine.leftovers() == {}
 
 
+def test_what_a_request_has_taken_is_room_for_others_while_it_runs(tmp_path: Path) -> None:
+    tokens = 8 * BLOCK_TOKENS
+    with engine_of(tmp_path, Setting(ram_rows=32, gpu_blocks=200)) as engine:
+        engine.chance.random = lambda: 1.0  # type: ignore[method-assign]
+        for prefix in range(6):
+            engine.ask(prefix, tokens, 1)
+            engine.drain()
+        engine.scheduler.kv_cache_manager.reset_prefix_cache()
+        allowances = engine.tier.allowances
+        room_tokens = allowances.room_tokens
+        left: list[float] = []
+        request = engine.ask(0, tokens, 50)
+        while not request.num_output_tokens:
+            engine.step(moves_end=2.0)
+            left.append(allowances.room_tokens)
+        assert min(left) < room_tokens, "something was allowed"
+        assert left[-1] == room_tokens
+        engine.drain()
+
+
 def session(engine: Engine, turns: int) -> None:
     """Each brings five blocks and is answered; the first is what another has asked before."""
     for turn in range(turns):

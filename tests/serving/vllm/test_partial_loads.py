@@ -186,6 +186,16 @@ def test_as_much_is_brought_up_as_is_wanted(
     made._tier.shutdown()
 
 
+def test_of_what_is_found_without_the_disk_nothing_is_computed(tmp_path: Path) -> None:
+    """Neither of what the GPU has, nor of what the RAM tier has behind it."""
+    planner = Planner(0)
+    made, ram = tiering_connector(planner, tmp_path)
+    ram.chunks = [2, 3, 4]
+    assert made.get_num_new_matched_tokens(LONG, 2 * CHUNK) == (3 * CHUNK, True)
+    assert planner.asked == [(0, 0, 3 * CHUNK + 5)]
+    made._tier.shutdown()
+
+
 def test_a_request_that_vllm_does_not_look_up_keeps_its_chance(tmp_path: Path) -> None:
     """vLLM answers so while stores of a preempted request are under way."""
     planner = Planner(CHUNKS * CHUNK)
