@@ -530,6 +530,68 @@ def test_before_a_request_is_given_blocks_as_many_are_put_first(tmp_path: Path) 
     assert min(needed) == 2 * BLOCK_TOKENS
 
 
+def test_for_what_the_device_has_of_a_request_nothing_is_put_first(tmp_path: Path) -> None:
+    with engine_of(tmp_path, Setting(step_tokens=BLOCK_TOKENS)) as engine:
+        for chunks in (5, 2):  # a prompt that begins like the next, and whose end stays
+            engine.ask_for([7] * chunks * BLOCK_TOKENS + [chunks])
+            engine.drain()
+        needed: list[float] = []
+        engine.ours._device.evict_waiting_last = lambda _, tokens: needed.append(tokens)
+        engine.ask_for([7] * 5 * BLOCK_TOKENS + [8] * 3 * BLOCK_TOKENS)
+        engine.ask_for([9] * CHUNKS * BLOCK_TOKENS)  # else nobody is left who waits
+        engine.step(moves_end=2.0)
+        engine.drain()
+    assert needed[0] == 3 * BLOCK_TOKENS
+
+
+def test_of_a_larger_device_s_queue_more_is_known(tmp_path: Path) -> None:
+    """As much as it could hold several times."""
+    known: list[int] = []
+    for blocks in (64, 9000):
+        (tmp_path / str(blocks)).mkdir()
+        with engine_of(tmp_path / str(blocks), Setting(gpu_blocks=blocks)) as engine:
+            known.append(engine.ours.waiting.hashes_max)
+    assert known == [65_536, 8 * 9000]
+
+
+def test_a_device_that_keeps_nothing_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeviceCache, "__init__", broken)
+    with engine_of(tmp_path, Setting(prefix_caching=False)) as engine:
+        assert scan_twice(engine) == 0
+        assert engine.ours.waiting is not None, "it raised"
+
+
+def test_what_nobody_waits_for_any_more_goes_before_what_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue was seen to be all wanted, and one of those who wait is aborted."""
+    monkeypatch.setattr("kvdisk.serving.vllm.waiting._WINDOW_BLOCKS", 8)
+    setting = Setting(gpu_blocks=6 * CHUNKS + 2, ram_rows=6 * CHUNKS, step_tokens=4, seats=1)
+    with engine_of(tmp_path, setting) as engine:
+        engine.chance.random = lambda: 1.0  # type: ignore[method-assign]
+        prompts = [[10 + number] * (CHUNKS * BLOCK_TOKENS) for number in range(6)]
+        for prompt in prompts:
+            engine.ask_for(prompt)
+            engine.drain()
+        engine.ask_for([90] * 4, 99)
+        waiting = [engine.ask_for(prompt) for prompt in prompts]
+        for _ in range(20):
+            engine.step(moves_end=2.0)
+        found = engine.ours._device.found_tokens
+        before = [found(each.block_hashes) for each in waiting]
+        assert sum(before) > 5 * CHUNKS * BLOCK_TOKENS
+        engine.abort(waiting[2].request_id)
+        for _ in range(50):
+            engine.step(moves_end=2.0)
+        after = [found(each.block_hashes) for each in waiting]
+        engine.drain()
+    assert after[2] < before[2]
+    del before[2], after[2]
+    assert after == before
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_who_is_served_first_is_as_vllm_schedules(policy: str, tmp_path: Path) -> None:
     with engine_of(tmp_path, Setting(policy=policy)) as engine:
