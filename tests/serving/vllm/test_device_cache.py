@@ -111,3 +111,31 @@ def test_what_was_given_back_goes_first_where_no_more_may_be_looked_at(
     rig = Rig("abcdef", **SIX, x=2)
     rig.make_room(3)
     assert rig.next_evicted(3) == "x1 x0 b3"
+
+
+def test_what_lies_within_reach_of_both_ends_is_moved_once() -> None:
+    """All was wanted, and somebody begins who leaves some of his blocks where they are."""
+    rig = Rig("acb", a=4, c=2, b=4)
+    rig.make_room(4, times=9)
+    assert rig.next_to_lose(10) == "bbbbaaaacc"
+    rig.waiting.gone("a")
+    rig.make_room(6)
+    assert rig.next_evicted(6) == "a3 a2 a1 a0 b3 b2"
+
+
+@pytest.mark.parametrize(("requests", "blocks"), [(1, 300), (300, 1)])
+def test_however_the_blocks_are_shared_out_no_more_is_looked_at_than_in_a_step(
+    requests: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One very long prompt, and very many short ones of which no block is left."""
+    monkeypatch.setattr("kvdisk.serving.vllm.waiting._STEP_BLOCKS", 100)
+    rig = Rig("a", a=300)
+    if requests > 1:
+        for number in range(requests):
+            rig.waiting.arrived(str(number), hashes(f"{number}-", blocks))
+    rig.make_room(200, times=50)
+    looked: list[bytes] = []
+    get = rig.pool.get_cached_block
+    monkeypatch.setattr(rig.pool, "get_cached_block", lambda *of: looked.append(of[0]) or get(*of))
+    rig.make_room(200)
+    assert 0 < len(looked) <= 100

@@ -141,3 +141,31 @@ def test_no_less_is_found_than_the_device_has() -> None:
     assert rig.ram.found_tokens("a", prompt, 3 * BLOCK_TOKENS) == 3 * BLOCK_TOKENS
     rig.store(prompt[3:6:2])
     assert rig.ram.found_tokens("a", prompt, 3 * BLOCK_TOKENS) == 6 * BLOCK_TOKENS
+
+
+def test_of_a_large_tier_more_must_change_before_it_is_touched_again() -> None:
+    rig = Rig(2048)
+    rig.store(hashes("x", 2044))
+    rig.store(hashes("a", 4))
+    rig.touch()
+    rig.waiting.arrived("a", hashes("a", 4))
+    room: list[int] = []
+    for changes in (255, 1):
+        rig.ram.changes(changes)
+        rig.ram.step_ended()
+        rig.touch()
+        room += rig.fitting(hashes("n", 2048))
+    assert room == [2048, 2044]
+
+
+def test_behind_as_much_as_is_looked_at_nobody_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvdisk.serving.vllm.ram_tier._LOOKED_MAX", 10)
+    monkeypatch.setattr("kvdisk.serving.vllm.ram_tier._LOOKS_PER_REQUEST", 1)
+    rig = Rig(8)
+    for name in "abcd":
+        rig.waiting.arrived(name, hashes(name, 8))
+    asked: list[str] = []
+    rig.ram.evict_waiting_last(rig.waiting, lambda name: asked.append(name) or 0)
+    assert asked == ["a", "b"]
