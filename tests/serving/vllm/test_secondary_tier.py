@@ -337,6 +337,14 @@ def test_a_store_holds_no_more_rows_than_the_operator_says(tmp_path: Path) -> No
     rig.tier.shutdown()
 
 
+def test_what_has_ended_holds_no_rows_though_vllm_has_not_asked_yet(rig: Rig) -> None:
+    disk = delay(rig)
+    first = rig.store(*range(16))
+    disk.faults = Faults()
+    second = rig.store(16)
+    assert {each.job_id: each.success for each in rig.finished()} == {first: True, second: True}
+
+
 def test_what_is_being_stored_already_is_stored_once(rig: Rig) -> None:
     """For two prompts with one beginning that vLLM has evicted between them."""
     disk = delay(rig)
