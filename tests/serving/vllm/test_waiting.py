@@ -6,6 +6,7 @@ import logging
 import random
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.request import Request
 
-from kvdisk.serving.vllm.waiting import DeviceCache, Waiting
+from kvdisk.serving.vllm.waiting import DeviceCache, KeepWaiting, Waiting
 from tests.serving.vllm.below_ram import BLOCK_TOKENS, CHUNKS, Engine, Setting, engine_of
 from tests.serving.vllm.chunks import broken
 from tests.serving.vllm.pools import cache, group, hashes, pool_of
@@ -590,6 +591,27 @@ def test_what_nobody_waits_for_any_more_goes_before_what_is_wanted(
     assert after[2] < before[2]
     del before[2], after[2]
     assert after == before
+
+
+def test_before_one_that_waits_for_the_disk_no_blocks_are_put_first() -> None:
+    """vLLM takes none for it yet, and asks for it in each step."""
+    answers = iter([(None, False), (0, False)])
+    request = SimpleNamespace(request_id="one", num_tokens=9)
+
+    class Vllms:
+        def get_num_new_matched_tokens(self, *_: Any) -> Any:
+            return next(answers)
+
+    class Connector(KeepWaiting, Vllms):
+        pass
+
+    made: Any = Connector()
+    needed: list[int] = []
+    made.waiting, made._reorders = waiting_for(one=hashes("a", 2)), True
+    made._device = SimpleNamespace(evict_waiting_last=lambda _, tokens: needed.append(tokens))
+    for answered in ([], [9]):
+        made.get_num_new_matched_tokens(request, 0)
+        assert needed == answered
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
