@@ -88,7 +88,7 @@ class RamTier:
         that leave ``reserved`` rows for what may still be brought up: up to the first that nobody
         waits for and that finds no other place.
         """
-        if not self._rows_kept or not self._is_lru:
+        if not self._rows_kept:  # nor where the policy is left alone
             return Fitting(keys)
         free = self._primary._get_num_free_chunks()
         own = sum(self._is_nobodys(key, waiting) for key in keys)  # vLLM gives up none of these

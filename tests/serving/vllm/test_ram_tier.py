@@ -169,3 +169,13 @@ def test_behind_as_much_as_is_looked_at_nobody_is_asked_for(
     asked: list[str] = []
     rig.ram.evict_waiting_last(rig.waiting, lambda name: asked.append(name) or 0)
     assert asked == ["a", "b"]
+
+
+def test_what_is_there_of_an_offer_is_no_room_for_the_rest_of_it() -> None:
+    """vLLM does not evict it then, but what waits."""
+    rig = Rig(8)
+    for name in "an":
+        rig.store(hashes(name, 4))
+    rig.waiting.arrived("a", hashes("a", 4))
+    rig.touch()
+    assert rig.fitting(hashes("n", 8)) == (4,)
