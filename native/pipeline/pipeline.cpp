@@ -120,6 +120,7 @@ void Pipeline::submit(Transfer* transfer) {
     transfer->submitted_ns = clock_.now_ns();
     constexpr std::int64_t timeout_min_ns = 1'000'000;
     transfer->timeout_ns = std::max(timeout_min_ns, transfer->deadline_ns - transfer->submitted_ns);
+    transfer->device_done = transfer->device_asked = false;
     transfer->next_row = 0;
     transfer->rows_open = rows;
     transfer->sources_open = transfer->direction == Direction::store ? rows : 0;

@@ -277,6 +277,7 @@ class Pipeline {
 
     // --- the copier and the checksum
     void handle_copy(const CopyCompletion& completion, std::int64_t now);
+    void device_is_done(Transfer& transfer, std::int64_t now);
     void copies_done(std::uint32_t index, std::int64_t now);
     void hash_some(std::int64_t now);
     void verify(std::uint32_t index, std::int64_t now);

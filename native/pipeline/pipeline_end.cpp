@@ -9,6 +9,14 @@
 
 namespace kvdisk {
 
+namespace {
+
+// At a load's deadline: when the device is asked again, and what a copy may take once it is done.
+constexpr std::int64_t device_look_ns = 10'000'000;
+constexpr std::int64_t device_grace_ns = 100'000'000;
+
+}  // namespace
+
 void Pipeline::expire_due(std::int64_t now) {
     const std::int64_t end_by_ns = end_by_ns_;
     if (now >= std::min(expiry_next_ns_, end_by_ns)) {
@@ -34,14 +42,21 @@ void Pipeline::expire(std::int64_t due) {
 }
 
 // Whether a transfer should have ended by `due`. No load can, and no disk is to blame, before the
-// device is done with what was in the blocks: then it is given as much time again.
+// device is done with what was in the blocks. Once it is, the first copy shows it soon
+// (`handle_copy`), unless the disk has given nothing.
 bool Pipeline::is_late(Transfer& transfer, std::int64_t due) {
     if (transfer.deadline_ns > due) return false;
-    if (due == time_never || transfer.direction == Direction::store || transfer.event == 0 ||
-        copier_.poll_event(transfer.event) != Readiness::pending) {
+    if (due == time_never || transfer.direction == Direction::store || transfer.event == 0) {
         return true;
     }
-    transfer.deadline_ns = due + transfer.timeout_ns;
+    const Readiness device = copier_.poll_event(transfer.event);
+    if (device == Readiness::pending) {
+        transfer.deadline_ns = due + device_look_ns;
+        return false;
+    }
+    if (device == Readiness::failed || transfer.device_done || transfer.device_asked) return true;
+    transfer.device_asked = true;
+    transfer.deadline_ns = due + device_grace_ns;
     return false;
 }
 

@@ -355,9 +355,23 @@ TEST_CASE("pipeline: a load whose blocks the device still uses is not late") {
     CHECK(load.results[0].status == RowStatus::ok);
     CHECK(fixture.block(2) == fixture.content(1));
 
+    // Also where it is done just before the deadline, and only some of the bytes are there.
+    Transfer many;
+    for (std::uint64_t number = 0; number < 4 * buffers; ++number) {
+        CHECK(fixture.move(Direction::store, number) == RowStatus::ok);
+        many.rows.push_back({number, number, make_key(number)});
+    }
+    many.id = 1'000;
+    many.direction = Direction::load;
+    many.deadline_ns = fixture.now_ns() + 500 * ms;
+    many.event = fixture.copier.make_event(fixture.now_ns() + 500 * ms - 1, false, nullptr);
+    fixture.pipeline->submit(&many);
+    fixture.run(1'000 * ms);
+    for (const RowResult& result : many.results) CHECK(result.status == RowStatus::ok);
+
     fixture.disk.freeze();
     const Transfer& hung = load_behind_event(700 * ms);
-    fixture.run(900 * ms);
+    fixture.run(690 * ms);
     CHECK(hung.results[0].status == RowStatus::pending);
     fixture.run(200 * ms);
     CHECK(hung.results[0].status == RowStatus::timed_out);

@@ -232,12 +232,12 @@ def test_who_is_passed_over_keeps_no_room_that_others_need(loaded: bool) -> None
         allowances.step_ended()
         for each in ("first", "new"):
             allowances.asked_for(each)
-    assert ("passed over" in allowances) is not loaded, "what is under way takes room"
-    assert "first" in allowances
+    assert allowances.rows_left == 2 * loaded, "what is under way takes room"
     allowances.step_ended()
     allowances.step_ended()
     allowances.asked_for("first")
-    assert "first" in allowances, "nobody was asked for in between"
+    assert allowances.rows_left == 2 * loaded, "nobody was asked for in between"
+    assert "passed over" in allowances, "it waits for that once"
     for each in ("first", "passed over"):
         allowances.gone(each)
     assert not allowances

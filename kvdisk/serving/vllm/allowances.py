@@ -179,7 +179,8 @@ class Allowances:
 
     def asked_for(self, request_id: str) -> None:
         """The engine may go on with it. Who was passed over in a whole step (its adapter has no
-        room, or it comes behind others) keeps what was brought up as long as nobody needs the room.
+        room, or it comes behind others) has what was brought up, but not the room for it any more:
+        what others push out of that is computed.
         """
         if self._step_is_new:
             self._step_is_new = False
@@ -187,7 +188,8 @@ class Allowances:
             for other, allowance in [*self._allowed.items()]:
                 passed_over = allowance.asked_at < self._asked_steps - 1
                 if passed_over and other in self._served and other != request_id:
-                    self.settled(other)
+                    self._allowed_rows -= allowance.rows
+                    allowance.rows = 0
         if request_id in self._allowed:
             self._allowed[request_id].asked_at = self._asked_steps
 

@@ -26,6 +26,7 @@ _STEP_BLOCKS: Final = 4096  # and no more in a step of the engine, however many 
 _LOOKS_PER_REQUEST: Final = 16  # to find the end of what is there of it
 _HASHES_MIN: Final = 65_536  # remembered of those that wait, and more for a device that holds more
 _HASHES_PER_BLOCK: Final = 8
+_LOOKED_FOR_NEXT: Final = 256  # requests, for who wants what one wanted that has gone
 _COUNTED_AT_ONCE: Final = 2  # requests, when one comes or goes: else the queue is never caught up
 
 logger = init_logger("vllm.kvdisk")
@@ -98,12 +99,13 @@ class Waiting:
         return iter(self._hashes)
 
     def _pass_on(self, first_turn: int, hashes: Sequence[bytes]) -> None:
-        """The turns of one that has gone, to the next that want the same. Hashes are chained: who
-        has one of them has all before it, each at the same place.
+        """The turns of one that has gone, to the next that want the same; if they are not among
+        the first of those that wait, as if they were the last. Hashes are chained: who has one of
+        them has all before it, each at the same place.
         """
         shared = hashes[: count_first(len(hashes), lambda at: hashes[at] in self._turn)]
         done = count_first(len(shared), lambda at: self._turn[shared[at]] != first_turn + at)
-        for turn, others in self._counted.values():
+        for turn, others in islice(self._counted.values(), _LOOKED_FOR_NEXT):
             if done == len(shared):
                 return
             if done < len(others) and others[done] == shared[done]:
@@ -112,6 +114,8 @@ class Waiting:
                 for at in range(done, end):
                     self._turn[shared[at]] = turn + at
                 done = end
+        for at in range(done, len(shared)):
+            self._turn[shared[at]] = self._last_turn + at
 
     def _count_more(self) -> None:
         """A few at a time: one that makes room may make it for very many."""
