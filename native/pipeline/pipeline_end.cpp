@@ -43,7 +43,7 @@ void Pipeline::expire(std::int64_t due) {
 
 // Whether a transfer should have ended by `due`. No load can, and no disk is to blame, before the
 // device is done with what was in the blocks. Once it is, the first copy shows it soon
-// (`handle_copy`), unless the disk has given nothing.
+// (`device_is_done`), unless the disk has given nothing.
 bool Pipeline::is_late(Transfer& transfer, std::int64_t due) {
     if (transfer.deadline_ns > due) return false;
     if (due == time_never || transfer.direction == Direction::store || transfer.event == 0) {

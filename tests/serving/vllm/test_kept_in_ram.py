@@ -72,6 +72,13 @@ def in_ram_alone(engine: Engine, count: int = 6) -> list[list[int]]:
     return prompts
 
 
+def four_wait(engine: Engine) -> None:
+    """For what the RAM tier has, and it knows."""
+    for prompt in in_ram_alone(engine)[:4]:
+        engine.ask_for(prompt)
+    touch_ram(engine)
+
+
 EIGHT_IN_RAM = {"ram_rows": 8 * CHUNKS, "step_tokens": CHUNKS * BLOCK_TOKENS, "seats": 1}
 
 
@@ -226,9 +233,7 @@ def blocks_of(engine: Engine, prompt: list[int]) -> list[bytes]:
 def test_nothing_is_stored_behind_what_was_left_out(tmp_path: Path) -> None:
     """It would never be found."""
     with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
-        for prompt in in_ram_alone(engine)[:4]:
-            engine.ask_for(prompt)
-        touch_ram(engine)
+        four_wait(engine)
         cut = request_of(engine, "cut")
         engine.tier.get_stats()
         assert fitting(engine, LONG[: 3 * CHUNKS], cut) == 2 * CHUNKS
@@ -245,9 +250,7 @@ def test_nothing_is_stored_behind_what_was_left_out(tmp_path: Path) -> None:
 def test_what_vllm_offers_again_is_not_left_out(tmp_path: Path) -> None:
     """Found in a review: it had no room at that moment, and what was wanted was lost."""
     with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
-        for prompt in in_ram_alone(engine)[:4]:
-            engine.ask_for(prompt)
-        touch_ram(engine)
+        four_wait(engine)
         one = request_of(engine, "one")
         engine.tier.get_stats()
         assert fitting(engine, LONG, one, taken=False) == 2 * CHUNKS
@@ -259,9 +262,7 @@ def test_what_vllm_offers_again_is_not_left_out(tmp_path: Path) -> None:
 
 def test_after_a_reset_all_of_a_prompt_is_offered_anew(tmp_path: Path) -> None:
     with engine_of(tmp_path, Setting(**EIGHT_IN_RAM)) as engine:
-        for prompt in in_ram_alone(engine)[:4]:
-            engine.ask_for(prompt)
-        touch_ram(engine)
+        four_wait(engine)
         one = request_of(engine, "one")
         assert fitting(engine, LONG, one) == 2 * CHUNKS
         engine.drain()

@@ -106,13 +106,19 @@ def test_of_two_groups_as_much_is_stored() -> None:
     assert rig.fitting(hashes("n", 24), 0, 1) == (16, 16)
 
 
-def test_what_is_there_already_takes_no_room() -> None:
+@pytest.mark.parametrize(
+    ("each", "reserved", "fitting"), [(3, 3, 5), (4, 0, 4)], ids=["two rows are free", "none is"]
+)
+def test_what_is_there_of_an_offer_takes_no_room_and_is_none(
+    each: int, reserved: int, fitting: int
+) -> None:
+    """vLLM does not evict it for the rest of it, but what waits."""
     rig = Rig(8)
     for name in "an":
-        rig.store(hashes(name, 3))
-    rig.waiting.arrived("a", hashes("a", 3))
+        rig.store(hashes(name, each))
+    rig.waiting.arrived("a", hashes("a", each))
     rig.touch()
-    assert rig.fitting(hashes("n", 9), reserved=3) == (5,), "two rows are free"
+    assert rig.fitting(hashes("n", 9), reserved=reserved) == (fitting,)
 
 
 def test_of_what_waits_only_what_could_be_evicted_is_kept() -> None:
@@ -169,13 +175,3 @@ def test_behind_as_much_as_is_looked_at_nobody_is_asked_for(
     asked: list[str] = []
     rig.ram.evict_waiting_last(rig.waiting, lambda name: asked.append(name) or 0)
     assert asked == ["a", "b"]
-
-
-def test_what_is_there_of_an_offer_is_no_room_for_the_rest_of_it() -> None:
-    """vLLM does not evict it then, but what waits."""
-    rig = Rig(8)
-    for name in "an":
-        rig.store(hashes(name, 4))
-    rig.waiting.arrived("a", hashes("a", 4))
-    rig.touch()
-    assert rig.fitting(hashes("n", 8)) == (4,)
