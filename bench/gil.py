@@ -44,7 +44,7 @@ import numpy as np
 from rig import Rig, open_rig, report, surroundings
 
 from kvdisk.bench.fio import require_fio
-from kvdisk.transfer import TransferResult
+from kvdisk.transfer import Direction, TransferResult
 
 ROOT = Path(__file__).resolve().parent.parent
 WAYS = ("ahead", "stepping", "feeding")
@@ -250,7 +250,11 @@ def beside_engine(
         context = ahead(rig, arguments)
 
     def moved_bytes() -> int:  # the engine's statistics may be old while it is busy
-        return rig.engine.load_progress().bytes if way == "ahead" else load.blocks * arguments.block
+        return (
+            rig.engine.progress(Direction.LOAD).bytes
+            if way == "ahead"
+            else load.blocks * arguments.block
+        )
 
     with context:
         started, before = time.perf_counter(), moved_bytes()

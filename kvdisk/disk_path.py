@@ -259,28 +259,29 @@ class DiskPath:
         slots: npt.NDArray[np.int64],
         blocks: npt.NDArray[np.int64],
         event: int,
+        within_s: float | None = None,
     ) -> int | None:
         """Begin a transfer between this file's ``slots`` and ``blocks``; its id, or None: refused.
 
         Refused means that nothing was begun: the path sits out, or its queue is full.
+        ``within_s``: instead of the configured deadline.
         """
         if self._clears or not self._health.allows(direction):
             return None
-        if direction is Direction.LOAD:
+        config, load = self._config, direction is Direction.LOAD
+        deadline_ns = config.load_deadline_ns if load else config.store_deadline_ns
+        timeout_s = deadline_ns / _NS_PER_S if within_s is None else within_s
+        if load:
             engine_id: int | None = self.engine.submit_load(
-                keys,
-                slots,
-                blocks,
-                timeout_s=self._config.load_deadline_ns / _NS_PER_S,
-                event=event,
+                keys, slots, blocks, timeout_s=timeout_s, event=event
             )
         else:
             engine_id = self.engine.submit_store(
                 keys,
                 slots,
                 blocks,
-                timeout_s=self._config.store_deadline_ns / _NS_PER_S,
-                start_within_s=self._config.store_wait_ns / _NS_PER_S,
+                timeout_s=timeout_s,
+                start_within_s=config.store_wait_ns / _NS_PER_S,
                 event=event,
             )
         if engine_id is None:

@@ -14,8 +14,9 @@ disk loads for the one that is asked for now.
 
 What always holds:
     * No amount is negative, the sums are those of the requests, and zero when all have gone.
-    * A disk whose rate is not known is asked for little, until it has shown what it can do. A rate
-      is believed for a minute; then it counts for less and less, until it is measured again.
+    * A disk whose rate is not known is asked for little, until it has shown what it can do: with
+      loads, or with stores, of whose rate half is believed. A rate is believed for a minute; then
+      it counts for less and less, until it is measured again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from kvdisk.rate_meter import RateMeter
 
 _BELIEVED_S: Final = 60.0  # a rate, without new evidence; then it halves in every such time
 _HALVINGS_MAX: Final = 10
+_AS_STORES: Final = 0.5  # of what the disk gives to stores: before loads have been measured
 _PROBE_S: Final = 0.05  # what finding a rate out may cost, by the last one known
 _FIRST_GUESS_BYTES_S: Final = 1e9
 _WORTH_IT: Final = 0.05  # of the time: "auto" leaves a hit whole for less than this
@@ -40,7 +42,27 @@ _FORGETTING: Final = 0.99  # of the largest step, at each one that has prompts i
 # hit a request may end a step later than without a tier, with fewer the disk lies idle.
 _STEPS_BEHIND: Final = 3  # of the GPU: as much of what waits behind counts as work for it
 _LEAST: Final = 0.1  # of a hit: less is not loaded, since a load's end is seen a step later
+_STEPS_QUEUED: Final = 4  # as much may be asked of the disk as takes so many steps of the GPU
+LOAD_DEADLINES_MAX: Final = 5  # no load is waited for longer than so many times its deadline
 _STEPS_AHEAD: Final = 64  # many more than are ever given to a GPU before the output of the first
+
+
+class _MeasuredRate:
+    """Of a disk, in bytes a second."""
+
+    def __init__(self) -> None:
+        self.measured: float | None = None
+        self.at_s = -math.inf
+
+    def set(self, bytes_per_s: float, now_s: float) -> None:
+        self.measured, self.at_s = bytes_per_s, now_s
+
+    def believed(self, now_s: float) -> float | None:
+        """The longer ago it was measured, the less; None: nothing is known of it."""
+        halvings = max(0.0, (now_s - self.at_s) / _BELIEVED_S - 1)
+        if self.measured is None or halvings > _HALVINGS_MAX:
+            return None
+        return float(self.measured * 0.5**halvings)
 
 
 class PrefillMeter:
@@ -64,6 +86,11 @@ class PrefillMeter:
     def largest(self) -> float:
         """How many tokens of prompts a step takes at the most."""
         return self._largest
+
+    @property
+    def step_s(self) -> float:
+        """How long its largest step takes; 0: not yet known."""
+        return self._largest / self._meter.rate if self._meter.rate else 0.0
 
     @property
     def tokens_under_way(self) -> int:
@@ -123,20 +150,20 @@ class LoadPlanner:
         mode: PartialLoads,
         *,
         token_bytes: float,
-        queue_limit_s: float,
+        deadline_s: float,
         loads_have_room: bool = True,
     ) -> None:
-        """``token_bytes``: what a rank's disk reads for a token. ``queue_limit_s``: never ask for
-        more than the disk can give in that time, so that no load runs into its deadline.
+        """``token_bytes``: what a rank's disk reads for a token. ``deadline_s``: of a load, where
+        the GPU's steps are short beside it; see ``load_within_s``.
         ``loads_have_room``: what is being loaded has its room in the device's cache already.
         """
         self._mode = mode
         self._token_bytes = token_bytes
-        self._queue_limit_s = queue_limit_s
+        self._deadline_s = deadline_s
         self._loads_have_room = loads_have_room
         self._steps = PrefillMeter()
-        self._load_rate: float | None = None  # bytes per second
-        self._load_rate_at_s = -math.inf
+        self._loads = _MeasuredRate()
+        self._stores = _MeasuredRate()
         self._requests: dict[str, _Request] = {}
         self._work = _Work()
 
@@ -200,7 +227,11 @@ class LoadPlanner:
 
     def measured_loads(self, bytes_per_s: float, now_s: float) -> None:
         """What the slowest rank's disk gives now: nothing counts as a token a second."""
-        self._load_rate, self._load_rate_at_s = max(bytes_per_s, self._token_bytes), now_s
+        self._loads.set(max(bytes_per_s, self._token_bytes), now_s)
+
+    def measured_stores(self, bytes_per_s: float, now_s: float) -> None:
+        """What it takes: a guess at what it gives, as long as it has given nothing."""
+        self._stores.set(max(bytes_per_s, self._token_bytes), now_s)
 
     def gone(self, request_id: str) -> None:
         """A request has ended."""
@@ -244,13 +275,24 @@ class LoadPlanner:
         request.promised = float(wanted)
         return wanted
 
+    def load_within_s(self, now_s: float) -> float:
+        """How long the load that was planned last may take: what comes later is a miss.
+
+        The deadline, and where more than half of it was planned, so much longer.
+        """
+        rate = None if self._mode == "off" else self._believed_rate(now_s)
+        planned_s = self._work.to_load * self._token_bytes / rate if rate else 0.0
+        most_s = LOAD_DEADLINES_MAX * self._deadline_s
+        return min(max(self._deadline_s, planned_s + self._deadline_s / 2), most_s)
+
     # --- steps of the above
 
     def _wanted(self, others: _Work, hit_tokens: int, free_tokens: int, now_s: float) -> int:
         rate = self._believed_rate(now_s)
         wanted = 0 if rate is None else self._best_split(others, hit_tokens, free_tokens, rate)
-        if now_s - self._load_rate_at_s > _BELIEVED_S:
-            probe_bytes = _PROBE_S * (self._load_rate or _FIRST_GUESS_BYTES_S)
+        if now_s - self._loads.at_s > _BELIEVED_S:
+            as_stores = _AS_STORES * (self._stores.measured or 0.0)
+            probe_bytes = _PROBE_S * (self._loads.measured or as_stores or _FIRST_GUESS_BYTES_S)
             room = max(0.0, probe_bytes / self._token_bytes - others.to_load)
             wanted = max(wanted, min(hit_tokens, math.ceil(room)))
         return wanted
@@ -258,7 +300,7 @@ class LoadPlanner:
     def _best_split(self, others: _Work, hit_tokens: int, free_tokens: int, rate: float) -> int:
         tokens_per_s = rate / self._token_bytes
         disk_s = others.to_load / tokens_per_s
-        most = min(hit_tokens, int(max(0.0, self._queue_limit_s - disk_s) * tokens_per_s))
+        most = min(hit_tokens, int(max(0.0, self._queue_limit_s() - disk_s) * tokens_per_s))
         prefill = self._steps.rate
         if not prefill:
             return most
@@ -278,11 +320,18 @@ class LoadPlanner:
             return most
         return best
 
+    def _queue_limit_s(self) -> float:
+        """What may be asked of the disk at a time. A load's end is seen a step or two later: with
+        less than some steps in the queue the disk would lie idle where they are long.
+        """
+        longest_s = (LOAD_DEADLINES_MAX - 0.5) * self._deadline_s
+        return min(max(self._deadline_s / 2, _STEPS_QUEUED * self._steps.step_s), longest_s)
+
     def _believed_rate(self, now_s: float) -> float | None:
-        halvings = max(0.0, (now_s - self._load_rate_at_s) / _BELIEVED_S - 1)
-        if self._load_rate is None or halvings > _HALVINGS_MAX:
-            return None
-        return float(self._load_rate * 0.5**halvings)
+        """Bytes a second that loads get; None: nothing is known."""
+        rate = self._loads.believed(now_s)
+        as_stores = self._stores.believed(now_s)
+        return rate or (as_stores and _AS_STORES * as_stores)
 
     def _work_of_others(self, request_id: str) -> _Work:
         others = replace(self._work)

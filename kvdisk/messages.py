@@ -25,6 +25,7 @@ class Transfer:
 
     ``slots`` (int32) are the tier's numbers, the same in every rank; ``block_ids`` int64.
     ``positions`` says which of the caller's keys these are. With no rows there is nothing to do.
+    ``within_s``: when to end as timed out what has not moved; None: as configured.
     """
 
     id: int
@@ -33,6 +34,7 @@ class Transfer:
     slots: npt.NDArray[np.int32]
     block_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.intp]
+    within_s: float | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -120,8 +122,8 @@ class RankReport:
 
     ``source_free``: stores whose blocks this rank no longer reads. ``released_slots`` have left
     quarantine. ``paths`` is the state of every path, or None when unchanged. ``cleared``: the ids
-    of the ``Clear`` messages that are durable now. ``loads``: bytes read for loads and the seconds
-    that the disk was at it, both since the last report.
+    of the ``Clear`` messages that are durable now. ``moved``: bytes for loads and for stores,
+    and the seconds that the disk was at it, both since they were last told.
     """
 
     rank: int
@@ -130,7 +132,7 @@ class RankReport:
     released_slots: list[int] = field(default_factory=list)
     paths: tuple[PathState, ...] | None = None
     cleared: list[int] = field(default_factory=list)
-    loads: tuple[int, float] | None = None
+    moved: dict[Direction, tuple[int, float]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(
@@ -139,7 +141,7 @@ class RankReport:
             or self.released_slots
             or self.paths is not None
             or self.cleared
-            or self.loads
+            or self.moved
         )
 
 

@@ -82,7 +82,9 @@ class TierScheduler:
         self._all_load = True  # no path sits out for loads
         self._open = OpenTransfers(world_size)
         self._clears = Clears()
-        self._load_meters = [RateMeter() for _ in range(world_size)]
+        self._disk_meters = {
+            direction: [RateMeter() for _ in range(world_size)] for direction in Direction
+        }
         self._finished: list[TierResult] = []
         self._source_free: list[int] = []
         self._id_last = 0
@@ -259,8 +261,8 @@ class TierScheduler:
         """
         if report.paths is not None:
             self._set_paths(report.rank, report.paths)
-        if report.loads is not None:
-            self._load_meters[report.rank].add(*report.loads)
+        for direction, (moved_bytes, seconds) in report.moved.items():
+            self._disk_meters[direction][report.rank].add(moved_bytes, seconds)
         for transfer_id in report.source_free:
             if self._open.source_free(report.rank, transfer_id):
                 self._source_free.append(transfer_id)
@@ -300,9 +302,10 @@ class TierScheduler:
         """Running counts; see ``metrics``."""
         return self._counters
 
-    def load_rate(self) -> float | None:
-        """Bytes a second that the slowest rank's disks give to loads now; None: not yet known."""
-        known = [meter.rate for meter in self._load_meters if meter.rate is not None]
+    def disk_rate(self, direction: Direction) -> float | None:
+        """Bytes a second that the slowest rank's disks move now; None: not yet known."""
+        rates = [meter.rate for meter in self._disk_meters[direction]]
+        known = [rate for rate in rates if rate is not None]
         return min(known) if len(known) == self.world_size else None
 
     def counts(self) -> SlotCounts:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +28,7 @@ from kvdisk.open_transfers import TierResult
 from kvdisk.placement import Placement
 from kvdisk.room import require_room
 from kvdisk.scheduler import TierScheduler
+from kvdisk.transfer import Direction
 from kvdisk.units import display_size
 from kvdisk.worker import TierWorker
 
@@ -152,16 +153,24 @@ class DiskTier:
             self._worker.submit(transfer, event=event)
         return transfer.id
 
-    def load(self, keys: Sequence[bytes], block_ids: npt.ArrayLike, *, event: int = 0) -> int:
+    def load(
+        self,
+        keys: Sequence[bytes],
+        block_ids: npt.ArrayLike,
+        *,
+        event: int = 0,
+        within_s: float | None = None,
+    ) -> int:
         """Load ``keys[i]`` into block ``block_ids[i]``; returns an id. Never waits.
 
         A block whose status is not OK has undefined content. ``event``: behind what the blocks are
-        written, as in ``TransferEngine.submit_load``. Raises as ``store``.
+        written, as in ``TransferEngine.submit_load``. ``within_s``: instead of ``load_deadline``.
+        Raises as ``store``.
         """
         self._require_open()
         transfer = self._scheduler.load(keys, self._blocks(block_ids))
         if len(transfer):
-            self._worker.submit(transfer, event=event)
+            self._worker.submit(replace(transfer, within_s=within_s), event=event)
         return transfer.id
 
     def refused(self, reason: str, blocks: int) -> None:
@@ -218,9 +227,9 @@ class DiskTier:
 
     # --- looking at it
 
-    def load_rate(self) -> float | None:
-        """Bytes a second that the disks give to loads now; None: not yet known."""
-        return self._scheduler.load_rate()
+    def disk_rate(self, direction: Direction) -> float | None:
+        """Bytes a second that the disks give to loads or to stores now; None: not yet known."""
+        return self._scheduler.disk_rate(direction)
 
     def stats(self) -> TierStats:
         """Counters and occupancy now."""

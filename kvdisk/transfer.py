@@ -107,16 +107,16 @@ class Events:
     released_slots: list[int]
 
 
-class LoadProgress(NamedTuple):
-    """What the disk has made of an engine's loads.
+class Progress(NamedTuple):
+    """What the disk has made of an engine's loads, or of its stores.
 
-    ``busy_ns`` is how long anything was being read for them; while ``reading``, that includes time
-    for which no bytes have come yet.
+    ``busy_ns`` is how long anything was being moved for them; while ``busy``, that includes time
+    for which no bytes have been told yet.
     """
 
     bytes: int = 0
     busy_ns: int = 0
-    reading: bool = False
+    busy: bool = False
 
 
 @dataclass(frozen=True)
@@ -395,10 +395,10 @@ class TransferEngine:
         stats: dict[str, Any] = self._native.stats()
         return stats
 
-    def load_progress(self) -> LoadProgress:
-        """What the disk has made of loads so far. Never waits."""
-        bytes_loaded, busy_ns, reading = self._native.load_progress()
-        return LoadProgress(int(bytes_loaded), int(busy_ns), bool(reading))
+    def progress(self, direction: Direction) -> Progress:
+        """What the disk has made of loads or stores so far. Never waits."""
+        moved, busy_ns, busy = self._native.progress(int(direction))
+        return Progress(int(moved), int(busy_ns), bool(busy))
 
     def reset_stats(self) -> None:
         """Set the counters and histograms to zero."""

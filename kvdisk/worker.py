@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from kvdisk.config import TierConfig
 from kvdisk.disk_path import DiskPath
+from kvdisk.disk_time import DiskTime
 from kvdisk.errors import ConfigError, DeviceError
 from kvdisk.identity import Identity
 from kvdisk.layout import Layout
@@ -41,7 +42,6 @@ from kvdisk.transfer import (
     FAILURES,
     Direction,
     Events,
-    LoadProgress,
     RestoredRecords,
     RowStatus,
     TransferEngine,
@@ -49,8 +49,6 @@ from kvdisk.transfer import (
 )
 
 _LEARNS_LATER: Final = "and learns of it when it is opened beside the others: never use it alone"
-_NS_PER_S: Final = 1_000_000_000
-_PROGRESS_NS: Final = 250_000_000  # of reading, between two reports of its progress
 
 Number = TypeVar("Number", bound=np.generic)
 
@@ -109,7 +107,7 @@ class TierWorker:
         self._clears: dict[int, int] = {}  # paths on which they are not yet durable
         self._report = RankReport(rank)
         self._states: tuple[PathState, ...] | None = None
-        self._progress: dict[int, LoadProgress] = {}  # of each path's loads
+        self._disk_time = DiskTime()
         self._abandoned = 0
         self._process = os.getpid()
         self._closed = False
@@ -254,7 +252,8 @@ class TierWorker:
         states = self._path_states()
         changed = None if states == self._states else states
         self._states = states
-        report = replace(self._report, paths=changed, loads=self._load_progress())
+        engines = {index: path.engine for index, path in self._paths.items()}
+        report = replace(self._report, paths=changed, moved=self._disk_time.since_told(engines))
         self._report = RankReport(self._rank)
         return report
 
@@ -326,7 +325,8 @@ class TierWorker:
         if len(positions) < len(keys):
             keys = [keys[position] for position in positions.tolist()]
         slots = self._placement.local(transfer.slots[positions])
-        sent_id = path.submit(transfer.direction, keys, slots, transfer.block_ids[positions], event)
+        blocks = transfer.block_ids[positions]
+        sent_id = path.submit(transfer.direction, keys, slots, blocks, event, transfer.within_s)
         if sent_id is None:
             return
         self._parts[index, sent_id] = _Part(opened, positions)
@@ -401,28 +401,6 @@ class TierWorker:
         due_in = [at - self._clock() for at in tend_at if at is not None]
         limits = [*due_in, *([] if limit_s is None else [limit_s])]
         return max(0.0, min(limits)) if limits else None
-
-    def _load_progress(self) -> tuple[int, float] | None:
-        """Since the last one given: the bytes of all paths, and the time of the one busy longest.
-
-        Given when nothing is being read, or has been for a while: before, what is on its way has
-        taken time and brought no bytes, so that the disk would look slow. A path whose engine was
-        replaced begins anew.
-        """
-        moved, busy_ns = 0, 0
-        now = {index: path.engine.load_progress() for index, path in self._paths.items()}
-        for index, progress in now.items():
-            before = self._progress.get(index, LoadProgress())
-            if progress.busy_ns < before.busy_ns or progress.bytes < before.bytes:
-                before = LoadProgress()
-            if progress.busy_ns > before.busy_ns:
-                moved += progress.bytes - before.bytes
-                busy_ns = max(busy_ns, progress.busy_ns - before.busy_ns)
-        reading = any(progress.reading for progress in now.values())
-        if busy_ns == 0 or (reading and busy_ns < _PROGRESS_NS):
-            return None
-        self._progress = now
-        return moved, busy_ns / _NS_PER_S
 
     def _path_states(self) -> tuple[PathState, ...]:
         return tuple(

@@ -278,11 +278,14 @@ NB_MODULE(_native, module) {
         .def("poll", [](Engine& engine) { return events_tuple(engine.poll()); })
         .def("wait", &Engine::wait, "timeout_ns"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("event_fd", &Engine::event_fd)
-        .def("load_progress",
-             [](const Engine& engine) {
-                 const kvdisk::LoadProgress progress = engine.load_progress();
-                 return nb::make_tuple(progress.bytes, progress.busy_ns, progress.reading);
-             })
+        .def(
+            "progress",
+            [](const Engine& engine, int direction) {
+                const kvdisk::Progress progress =
+                    engine.progress(static_cast<kvdisk::Direction>(direction));
+                return nb::make_tuple(progress.bytes, progress.busy_ns, progress.busy);
+            },
+            "direction"_a)
         .def("stats",
              [](Engine& engine) {
                  kvdisk::EngineStats stats;

@@ -253,13 +253,13 @@ std::uint64_t Engine::store_rows_fitting() const noexcept {
     return waiting_bytes == 0 ? std::max<std::uint64_t>(1, rows) : rows;
 }
 
-LoadProgress Engine::load_progress() const noexcept {
-    LoadProgress total;
+Progress Engine::progress(Direction direction) const noexcept {
+    Progress total;
     for (const auto& shard : shards_) {
-        const LoadProgress progress = shard->load_progress();
+        const Progress progress = shard->progress(direction);
         total.bytes += progress.bytes;
         total.busy_ns = std::max(total.busy_ns, progress.busy_ns);
-        total.reading |= progress.reading;
+        total.busy |= progress.busy;
     }
     return total;
 }

@@ -124,7 +124,7 @@ class Engine {
     void reset_stats();
 
     // Over all shards: bytes summed, time of the shard that was busy longest. Never waits.
-    LoadProgress load_progress() const noexcept;
+    Progress progress(Direction direction) const noexcept;
 
     // The records that proved themselves at open, in slot order. Given once.
     RestoredRecords take_restored() { return std::move(restored_); }

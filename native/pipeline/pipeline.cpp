@@ -57,7 +57,8 @@ std::int64_t Pipeline::step() {
     }
     stepped_ns_ = now;
     moved_ = false;
-    count_load_time(now);
+    for (const auto direction : {Direction::store, Direction::load})
+        count_busy_time(direction, now);
 
     // First whatever keeps the disk busy: take what it has done, give it more.
     io::Completion completions[64];

@@ -84,14 +84,14 @@ struct PipelineStats {
     void merge(const PipelineStats& other) noexcept;
 };
 
-// What the disk has made of loads since construction: the bytes that it read for them, and for how
-// long any such I/O was in flight. Their ratio is what loads get from it, beside whatever else goes
-// on there; what they wait for besides the disk does not count. While `reading`, such I/O has taken
-// time that its bytes do not stand for yet.
-struct LoadProgress {
+// What the disk has made of loads, or of stores, since construction: the bytes that it moved for
+// them, and for how long any such I/O was in flight. Their ratio is what they get from it, beside
+// whatever else goes on there; what they wait for besides the disk does not count. While `busy`,
+// such I/O has taken time that its bytes do not stand for yet.
+struct Progress {
     std::uint64_t bytes = 0;
     std::uint64_t busy_ns = 0;
-    bool reading = false;
+    bool busy = false;
 };
 
 class Pipeline {
@@ -133,7 +133,7 @@ class Pipeline {
     std::uint64_t store_rows_begun() const noexcept { return store_rows_begun_; }
 
     // As of the last step.
-    LoadProgress load_progress() const noexcept;
+    Progress progress(Direction direction) const noexcept;
 
     // Ends what is overdue. Between steps, or while the backend's `submit` has not returned.
     void end_overdue() { expire_due(clock_.now_ns()); }
@@ -297,7 +297,7 @@ class Pipeline {
     void end_row(Transfer& transfer, std::uint32_t row, RowResult result, std::int64_t now);
     bool all_rows_known(std::uint32_t index) const noexcept;
     void count_row(const Transfer& transfer, RowResult result, std::int64_t now);
-    void count_load_time(std::int64_t now) noexcept;
+    void count_busy_time(Direction direction, std::int64_t now) noexcept;
     void free_sources(Transfer& transfer, std::uint32_t count);
     void vacate(std::uint32_t index);
 
@@ -344,11 +344,11 @@ class Pipeline {
     std::uint64_t io_last_ = 0;
     std::uint32_t transfers_open_ = 0;
     std::uint32_t loads_open_ = 0;
-    std::int64_t store_credit_bytes_ = 0;  // what stores may write while loads get on
-    std::int64_t load_io_ns_ = 0;          // when an I/O of a load last began or ended
-    LoadProgress load_progress_;
-    std::int64_t load_progress_at_ns_ = 0;     // counted up to then, while there is such I/O
+    std::int64_t store_credit_bytes_ = 0;      // what stores may write while loads get on
+    std::int64_t load_io_ns_ = 0;              // when an I/O of a load last began or ended
     std::uint32_t ios_in_flight_[2] = {0, 0};  // payload, per direction
+    Progress progress_[2];                     // the same
+    std::int64_t progress_at_ns_[2] = {0, 0};  // counted up to then, while there is such I/O
     std::uint64_t store_bytes_in_flight_ = 0;
     std::atomic<std::int64_t> end_by_ns_ = time_never;
     std::int64_t expiry_next_ns_ = time_never;  // no deadline passes before it

@@ -81,9 +81,10 @@ void Pipeline::handle(const io::Completion& completion, std::int64_t now) {
 void Pipeline::handle_payload(std::uint32_t index, std::int64_t result, std::int64_t now) {
     Extent& extent = extents_[index];
     const bool load = extent.direction == Direction::load;
+    count_busy_time(extent.direction, now);
+    progress_[static_cast<std::size_t>(extent.direction)].bytes +=
+        static_cast<std::uint64_t>(std::max<std::int64_t>(0, result));
     if (load) {
-        count_load_time(now);
-        load_progress_.bytes += static_cast<std::uint64_t>(std::max<std::int64_t>(0, result));
         loads_seen_ns_ = load_io_ns_ = now;
     } else {
         store_bytes_in_flight_ -= extent.io_bytes;
@@ -225,8 +226,10 @@ void Pipeline::push_payload(std::uint32_t index, std::int64_t now) {
     extent.io_id = next_io_id(index);
     extent.io_bytes = io_left_bytes(extent);
     extent.io_started_ns = now;
+    if (ios_in_flight(extent.direction) == 0) {
+        progress_at_ns_[static_cast<std::size_t>(extent.direction)] = now;
+    }
     if (load) {
-        if (ios_in_flight(Direction::load) == 0) load_progress_at_ns_ = now;
         load_io_ns_ = now;
     } else {
         store_bytes_in_flight_ += extent.io_bytes;

@@ -206,16 +206,17 @@ void Pipeline::end_row(Transfer& transfer, std::uint32_t row, RowResult result, 
     }
 }
 
-void Pipeline::count_load_time(std::int64_t now) noexcept {
-    if (ios_in_flight(Direction::load) == 0) return;
-    load_progress_.busy_ns +=
-        static_cast<std::uint64_t>(std::max<std::int64_t>(0, now - load_progress_at_ns_));
-    load_progress_at_ns_ = std::max(load_progress_at_ns_, now);
+void Pipeline::count_busy_time(Direction direction, std::int64_t now) noexcept {
+    if (ios_in_flight(direction) == 0) return;
+    std::int64_t& counted_to_ns = progress_at_ns_[static_cast<std::size_t>(direction)];
+    progress_[static_cast<std::size_t>(direction)].busy_ns +=
+        static_cast<std::uint64_t>(std::max<std::int64_t>(0, now - counted_to_ns));
+    counted_to_ns = std::max(counted_to_ns, now);
 }
 
-LoadProgress Pipeline::load_progress() const noexcept {
-    LoadProgress progress = load_progress_;
-    progress.reading = ios_in_flight_[static_cast<std::size_t>(Direction::load)] > 0;
+Progress Pipeline::progress(Direction direction) const noexcept {
+    Progress progress = progress_[static_cast<std::size_t>(direction)];
+    progress.busy = ios_in_flight_[static_cast<std::size_t>(direction)] > 0;
     return progress;
 }
 

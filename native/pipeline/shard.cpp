@@ -299,10 +299,13 @@ void Shard::obey(const Command& command) {
 // Tells the callers what the last step has brought about.
 void Shard::publish() {
     rows_begun_ = pipeline_->store_rows_begun();
-    const LoadProgress progress = pipeline_->load_progress();
-    load_bytes_ = progress.bytes;
-    load_busy_ns_ = progress.busy_ns;
-    reading_ = progress.reading;
+    for (const auto direction : {Direction::store, Direction::load}) {
+        const Progress progress = pipeline_->progress(direction);
+        SharedProgress& shared = progress_[static_cast<std::size_t>(direction)];
+        shared.bytes = progress.bytes;
+        shared.busy_ns = progress.busy_ns;
+        shared.busy = progress.busy;
+    }
     Transfer* source_free = pipeline_->take_source_free();
     Transfer* finished = pipeline_->take_finished();
     std::vector<std::uint64_t>& released = pipeline_->released_slots();

@@ -47,7 +47,10 @@ class Shard : public std::enable_shared_from_this<Shard> {
     }
 
     // Up to date within a step of the thread.
-    LoadProgress load_progress() const noexcept { return {load_bytes_, load_busy_ns_, reading_}; }
+    Progress progress(Direction direction) const noexcept {
+        const SharedProgress& shared = progress_[static_cast<std::size_t>(direction)];
+        return {shared.bytes, shared.busy_ns, shared.busy};
+    }
 
     // Figures in two calls, so that several shards can be asked at once. `add_stats` is false when
     // the thread did not answer in time; then the last known ones were added.
@@ -72,6 +75,11 @@ class Shard : public std::enable_shared_from_this<Shard> {
         CommandKind kind;
         std::uint64_t number = 0;
         Part* part = nullptr;
+    };
+    struct SharedProgress {
+        std::atomic<std::uint64_t> bytes = 0;
+        std::atomic<std::uint64_t> busy_ns = 0;
+        std::atomic<bool> busy = false;
     };
 
     void run(std::promise<void> attached);
@@ -109,9 +117,7 @@ class Shard : public std::enable_shared_from_this<Shard> {
 
     std::atomic<std::uint64_t> rows_submitted_ = 0;
     std::atomic<std::uint64_t> rows_begun_ = 0;
-    std::atomic<std::uint64_t> load_bytes_ = 0;
-    std::atomic<std::uint64_t> load_busy_ns_ = 0;
-    std::atomic<bool> reading_ = false;
+    SharedProgress progress_[2];  // per direction
 
     std::mutex stats_mutex_;
     std::condition_variable stats_ready_;

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdisk.transfer import RowStatus
+from kvdisk.transfer import Direction, RowStatus
 from tests.faults.rig import rig
 from tests.tier.tier_rig import KIB, keys_of, ok, tier_rig
 
@@ -45,13 +45,16 @@ def test_the_rate_of_loads_is_measured_and_idle_time_is_not(tmp_path: Path) -> N
     keys = keys_of(range(32))
     with tier_rig(tmp_path / "kv", block_bytes=64 * KIB) as rig:
         rig.store(keys)
-        assert rig.tier.load_rate() is None
+        assert rig.tier.disk_rate(Direction.LOAD) is None
+        stored = rig.tier.disk_rate(Direction.STORE)
+        assert stored is not None
         rig.load(keys)
-        rate = rig.tier.load_rate()
+        assert rig.tier.disk_rate(Direction.STORE) == stored > 0
+        rate = rig.tier.disk_rate(Direction.LOAD)
         assert rate is not None
         assert rate > 0
         rig.store(keys_of(range(100, 110)))
-        assert rig.tier.load_rate() == rate
+        assert rig.tier.disk_rate(Direction.LOAD) == rate
 
 
 def test_the_rate_of_loads_is_measured_after_a_clear_too(tmp_path: Path) -> None:
@@ -61,23 +64,27 @@ def test_the_rate_of_loads_is_measured_after_a_clear_too(tmp_path: Path) -> None
         rig.store(keys)
         for _ in range(5):
             rig.load(keys)
-        rate = rig.tier.load_rate()
+        rate = rig.tier.disk_rate(Direction.LOAD)
         assert rig.tier.clear()
         rig.store(keys)
         rig.load(keys)
-        assert rig.tier.load_rate() != rate
+        assert rig.tier.disk_rate(Direction.LOAD) != rate
 
 
-def test_load_progress_counts_bytes_and_busy_time(tmp_path: Path) -> None:
+def test_progress_counts_bytes_and_busy_time(tmp_path: Path) -> None:
     with rig(tmp_path / "kv", slots=32, slot_bytes=64 * KIB) as disk:
-        assert disk.store(range(32)) == ok(32)
-        assert disk.engine.load_progress() == (0, 0, False)
         began = time.monotonic_ns()
+        assert disk.store(range(32)) == ok(32)
+        stored = disk.engine.progress(Direction.STORE)
+        assert disk.engine.progress(Direction.LOAD) == (0, 0, False)
         assert disk.load(range(32)) == ok(32)
-        moved, busy_ns, reading = disk.engine.load_progress()
-        assert not reading
-        assert moved == 32 * 64 * KIB
-        assert 0 < busy_ns <= time.monotonic_ns() - began
+        loaded = disk.engine.progress(Direction.LOAD)
+        assert disk.engine.progress(Direction.STORE) == stored
+        for progress in (stored, loaded):
+            assert not progress.busy
+            assert progress.bytes == 32 * 64 * KIB
+            assert progress.busy_ns > 0
+        assert stored.busy_ns + loaded.busy_ns <= time.monotonic_ns() - began
         disk.engine.reset_stats()
         assert disk.store(range(8), generation=1) == ok(8)
-        assert disk.engine.load_progress() == (moved, busy_ns, False)
+        assert disk.engine.progress(Direction.LOAD) == loaded

@@ -172,6 +172,20 @@ def test_a23_reads_that_hang_are_misses_in_time_and_come_back(tmp_path: Path) ->
 
 @pytest.mark.root
 @needs_fuse
+def test_a23_a_load_may_have_a_deadline_of_its_own(tmp_path: Path) -> None:
+    with (
+        fuse_disk(tmp_path) as disk,
+        tier_rig(disk.mount / "kv", clock=Clock(), load_deadline_ns=3600 * 10**9) as rig,
+    ):
+        assert rig.store(KEYS) == ok(32)
+        disk.faults.set(read_hangs=1)
+        assert set(rig.load(KEYS, within_s=0.2)) == {RowStatus.TIMED_OUT}
+        disk.faults.clear()
+        rig.wait_until(lambda: rig.tier.stats().slots.pinned == 0)
+
+
+@pytest.mark.root
+@needs_fuse
 @pytest.mark.parametrize("backend", ["uring", "threads"])
 def test_a23_a_disk_whose_server_stops_holds_up_nobody(tmp_path: Path, backend: str) -> None:
     """SIGSTOP of the process behind a file system: reads, writes and names all hang."""

@@ -152,12 +152,14 @@ class TierRig:
             self.blocks.fill(block, content(key, generation, self.blocks.block_bytes))
         return self.tier.store(keys, list(where), **options)
 
-    def submit_load(self, keys: Sequence[bytes], first_block: int = 0) -> int:
+    def submit_load(
+        self, keys: Sequence[bytes], first_block: int = 0, within_s: float | None = None
+    ) -> int:
         first = self.blocks.count + first_block
         where = list(range(first, first + len(keys)))
         for block in where:
             self.blocks.fill(block, SENTINEL)
-        transfer_id = self.tier.load(keys, where)
+        transfer_id = self.tier.load(keys, where, within_s=within_s)
         self._targets[transfer_id] = list(keys), where
         return transfer_id
 
@@ -199,9 +201,9 @@ class TierRig:
     def store(self, keys: Sequence[bytes], generation: int = 0, **options: Any) -> list[RowStatus]:
         return self.finish(self.submit_store(keys, generation, **options))
 
-    def load(self, keys: Sequence[bytes]) -> list[RowStatus]:
+    def load(self, keys: Sequence[bytes], within_s: float | None = None) -> list[RowStatus]:
         """Load, and check every block: right and whole, or not touched at all."""
-        return self.finish(self.submit_load(keys))
+        return self.finish(self.submit_load(keys, within_s=within_s))
 
     def hits(self, keys: Sequence[bytes]) -> int:
         """How many of ``keys`` load well, however many there are."""

@@ -36,6 +36,7 @@ GROUPS = {
         "open_transfers",
         "room",
         "disk_path",
+        "disk_time",
         "path_health",
         "quiet_log",
         "background",

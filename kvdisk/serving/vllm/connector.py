@@ -146,7 +146,8 @@ class KVDiskConnector(PartialLoads, SessionsLeftOut, OffloadingConnector):  # ty
                 spec, vllm_config, kv_cache_config
             )
             self._manager = spec.get_manager()
-            self.plan_loads(spec.tier_config, spec.token_bytes, self.manager.scheduler.load_rate)
+            self.plan_loads(spec.tier_config, spec.token_bytes, self.manager.scheduler.disk_rate)
+            self.manager.load_within_s = self.load_within_s
         else:
             self.connector_worker = KVDiskConnectorWorker(spec, vllm_config, kv_cache_config)
 

@@ -7,7 +7,7 @@ are. Small blocks need no chunks for the disk's sake: the engine reads neighbour
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -77,6 +77,7 @@ class KVDiskManager(Failsafe, OffloadingManager):  # type: ignore[misc]
         self._stores: dict[int, list[OffloadKey]] = {}
         self._loads: dict[int, str] = {}  # the request that each load is for
         self._recompute: set[str] = set()  # requests that have had a load fail
+        self.load_within_s: Callable[[], float | None] = lambda: None  # None: as configured
         self._told = TierCounters(block_bytes=self.scheduler.counters.block_bytes)
         self._clears: list[Clear] = []  # not yet sent
 
@@ -127,6 +128,7 @@ class KVDiskManager(Failsafe, OffloadingManager):  # type: ignore[misc]
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         rows = self._rows(keys)
         transfer = self.scheduler.load(rows, [0] * len(rows))
+        transfer = replace(transfer, within_s=self.load_within_s())
         self._loads[transfer.id] = req_context.req_id
         return self._spec(transfer, list(keys))
 

@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from kvdisk import TierConfig
 from kvdisk.load_plan import LoadPlanner
 from kvdisk.serving.vllm.waiting import KeepWaiting
+from kvdisk.transfer import Direction
 
 Answer = TypeVar("Answer")
 
@@ -28,26 +29,27 @@ class PartialLoads(KeepWaiting):
 
     connector_scheduler: Any
     planner: LoadPlanner | None = None
-    _load_rate: Callable[[], float | None]
-    _load_rate_seen: float | None = None
+    _disk_rate: Callable[[Direction], float | None]
+    _rates_seen: dict[Direction, float]
     _on_gpu: int = 0  # tokens that the GPU has already of the request asked for last
 
     def plan_loads(
         self,
         config: TierConfig,
         token_bytes: float,
-        load_rate: Callable[[], float | None],
+        disk_rate: Callable[[Direction], float | None],
         *,
         loads_have_room: bool = True,
     ) -> None:
-        """From now on. ``token_bytes``: a token's on one disk, whose ``load_rate`` is measured."""
+        """From now on. ``token_bytes``: a token's on one disk, whose ``disk_rate`` is measured."""
         self.planner = LoadPlanner(
             config.partial_loads,
             token_bytes=token_bytes,
-            queue_limit_s=config.load_deadline_ns / 2e9,
+            deadline_s=config.load_deadline_ns / 1e9,
             loads_have_room=loads_have_room,
         )
-        self._load_rate = load_rate
+        self._disk_rate = disk_rate
+        self._rates_seen = {}
         self.keep_waiting(config)
 
     def ask_planner(self, ask: Callable[[LoadPlanner], Answer], otherwise: Answer) -> Answer:
@@ -79,6 +81,10 @@ class PartialLoads(KeepWaiting):
             )
 
         return self.ask_planner(ask, hit_tokens)
+
+    def load_within_s(self) -> float | None:
+        """How long the load that was decided on last may take; None: as configured."""
+        return self.ask_planner(lambda it: it.load_within_s(time.monotonic()), None)
 
     # --- what happens, as our own halves know it
 
@@ -122,10 +128,12 @@ class PartialLoads(KeepWaiting):
     def _progressed(self, planner: LoadPlanner, loaded: Iterable[str], now_s: float) -> None:
         for request_id in loaded:
             planner.load_ended(request_id)
-        rate = self._load_rate()
-        if rate is not None and rate != self._load_rate_seen:
-            self._load_rate_seen = rate
-            planner.measured_loads(rate, now_s)
+        told = {Direction.LOAD: planner.measured_loads, Direction.STORE: planner.measured_stores}
+        for direction, tell in told.items():
+            rate = self._disk_rate(direction)
+            if rate is not None and rate != self._rates_seen.get(direction):
+                self._rates_seen[direction] = rate
+                tell(rate, now_s)
 
     def take_events(self) -> Iterable[Any]:
         """The only call of vLLM's for every step whose output is there."""

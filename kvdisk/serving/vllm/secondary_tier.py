@@ -35,6 +35,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvdisk import DiskTier, Identity, Layout, RowStatus, TierConfig
+from kvdisk.load_plan import LOAD_DEADLINES_MAX
 from kvdisk.metrics import TierCounters
 from kvdisk.serving.vllm.allowances import Allowances
 from kvdisk.serving.vllm.events import ChunkEvents
@@ -51,6 +52,7 @@ from kvdisk.serving.vllm.partial_loads import PartialLoads
 from kvdisk.serving.vllm.ram_tier import RamTier
 from kvdisk.serving.vllm.spec import keep_nothing_if, share_of_replica
 from kvdisk.tier import opening_line
+from kvdisk.transfer import Direction
 
 Answer = TypeVar("Answer")
 
@@ -115,7 +117,7 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         config, content = _settings(offloading_spec, layout, weights, identity, options)
         self._held_rows_max = max(1, config.store_queue_bytes // layout.block_bytes)
         self._held_rows = 0  # of the RAM tier, until a store ends
-        longest_ns = max(config.load_deadline_ns, config.store_deadline_ns)
+        longest_ns = max(LOAD_DEADLINES_MAX * config.load_deadline_ns, config.store_deadline_ns)
         self._drain_limit_s = longest_ns / 1e9 + _SLACK_S
         wanted = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = ChunkEvents(wanted=wanted, locality=self.locality)
@@ -141,9 +143,9 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         )
         self.token_bytes = sum(self.block_size_bytes / tokens for tokens in chunk_tokens)
 
-    def load_rate(self) -> float | None:
-        """Bytes a second that the disk gives; None: not yet known."""
-        return self._tier.load_rate()
+    def disk_rate(self, direction: Direction) -> float | None:
+        """Bytes a second that the disk gives to loads or stores; None: not yet known."""
+        return self._tier.disk_rate(direction)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -178,10 +180,13 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
     def submit_load(self, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
         self._rows_changed(len(keys))
-        transfer_id = self._tier.load(keys, np.asarray(job_metadata.chunk_ids))
+        within_s = None
         if self.load_listener is not None:
+            within_s = self.load_listener.load_within_s()
             tokens = round(len(keys) * self.block_size_bytes / self.token_bytes)
             self.load_listener.load_began(job_metadata.req_context.req_id, tokens)
+        rows = np.asarray(job_metadata.chunk_ids)
+        transfer_id = self._tier.load(keys, rows, within_s=within_s)
         self._jobs[transfer_id] = _Job(job_metadata, keys, is_load=True)
 
     @failsafe(lambda self: self._take_finished())

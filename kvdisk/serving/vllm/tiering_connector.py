@@ -54,7 +54,7 @@ class KVDiskTieringConnector(PartialLoads, SessionsLeftOut, OffloadingConnector)
         self.plan_loads(
             tier.config,
             tier.token_bytes,
-            tier.load_rate,
+            tier.disk_rate,
             loads_have_room=False,  # in the device's cache, until they are in the RAM tier
         )
         tier.load_listener = self

@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvdisk import ConfigError, Identity, Layout, RowStatus, TierConfig, TierWorker
+from kvdisk.load_plan import LOAD_DEADLINES_MAX
 from kvdisk.messages import Clear, PathState, RankOpened, RankReport, RankResult
 from kvdisk.serving.vllm.failsafe import Failsafe, failsafe, logger
 from kvdisk.serving.vllm.manager import KVDiskLoadStoreSpec
@@ -73,7 +74,7 @@ class KVDiskWorker(Failsafe, OffloadingWorker):  # type: ignore[misc]
         self._tensors = tensors
         self._blocks_per_chunk = blocks_per_chunk
         self._block_bytes = layout.block_bytes
-        longest_ns = max(config.load_deadline_ns, config.store_deadline_ns)
+        longest_ns = max(LOAD_DEADLINES_MAX * config.load_deadline_ns, config.store_deadline_ns)
         self._flush_limit_s = longest_ns / 1e9 + _SLACK_S
         self._device = tensors[0].device
         self.tier_worker = TierWorker.open(

@@ -166,6 +166,14 @@ def test_a_request_waits_for_one_failed_load_only() -> None:
     assert manager.lookup(keys[3], first) is LookupResult.HIT
 
 
+def test_a_load_may_take_as_long_as_its_planner_says() -> None:
+    rig = Simulated()
+    rig.store(range(4))
+    assert rig.manager.prepare_load(keys_of(range(2)), rig.request).transfer.within_s is None
+    rig.manager.load_within_s = lambda: 3.5
+    assert rig.manager.prepare_load(keys_of(range(2, 4)), rig.request).transfer.within_s == 3.5
+
+
 def test_an_idle_engine_steps_to_send_a_clear_and_not_to_wait_for_it() -> None:
     rig = Simulated()
     rig.store(range(4))

@@ -24,6 +24,7 @@ from kvdisk.serving.vllm.partial_loads import PartialLoads
 from kvdisk.serving.vllm.secondary_tier import KVDiskTier
 from kvdisk.serving.vllm.tiering_connector import KVDiskTieringConnector
 from kvdisk.serving.vllm.waiting import Waiting
+from kvdisk.transfer import Direction
 from tests.serving.vllm.chunks import broken, key, secondary_tier
 
 pytestmark = pytest.mark.quick
@@ -54,7 +55,7 @@ class Planner(LoadPlanner):
     """One that has made up its mind."""
 
     def __init__(self, wanted: int) -> None:
-        super().__init__("on", token_bytes=1.0, queue_limit_s=1.0)
+        super().__init__("on", token_bytes=1.0, deadline_s=2)
         self.wanted = wanted
         self.asked: list[tuple[int, int, int, int]] = []
 
@@ -225,7 +226,7 @@ def test_what_is_brought_up_does_not_take_the_place_of_the_rest_of_its_prompt(
 
 def test_what_both_tiers_give_is_not_computed(tmp_path: Path) -> None:
     """The planner's books, from the first question to the last block."""
-    planner = LoadPlanner("auto", token_bytes=1.0, queue_limit_s=1e6)
+    planner = LoadPlanner("auto", token_bytes=1.0, deadline_s=1e6)
     planner.measured_loads(1e9, time.monotonic())
     made, ram = tiering_connector(planner, tmp_path)
     store_everything(ram)
@@ -308,13 +309,13 @@ class Told(PartialLoads, Base):
 @pytest.mark.parametrize("works", [True, False], ids=["works", "is-broken"])
 def test_each_of_vllms_calls_reaches_vllm_too(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Told()
-    rates = iter([None, 1000.0])
+    rates = {Direction.LOAD: iter([None, 1000.0]), Direction.STORE: iter([None, 500.0])}
     made.plan_loads(
         SimpleNamespace(  # type: ignore[arg-type]
             partial_loads="on", load_deadline_ns=2 * 10**9, evict_waiting_last=True
         ),
         1.0,
-        lambda: next(rates),
+        lambda direction: next(rates[direction]),
     )
     planner = made.planner
     assert planner is not None
@@ -339,6 +340,8 @@ def test_each_of_vllms_calls_reaches_vllm_too(works: bool, monkeypatch: pytest.M
     if works:  # the rate has come through: as much as the disk gives until half the deadline
         planner.arrived("two", TOKENS)
         assert planner.tokens_to_load("two", HIT, 0, time.monotonic()) == 1000
+        assert planner._stores.measured == 500
+        assert made.load_within_s() == 2.0
 
 
 def test_what_is_left_to_compute_follows_from_what_the_gpu_has_when_a_request_goes_on() -> None:

@@ -16,6 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
+from kvdisk.messages import Transfer
 from kvdisk.serving.vllm.allowances import Look
 from kvdisk.serving.vllm.secondary_tier import KVDiskTier
 from kvdisk.testing import Faults, SimulatedDisk, simulated_config, simulated_tier
@@ -178,7 +179,9 @@ class TestFailsafe:
         self, rig: Rig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         told: list[str] = []
-        plan = SimpleNamespace(load_began=lambda *_: None, load_ended=told.append)
+        plan = SimpleNamespace(
+            load_within_s=lambda: None, load_began=lambda *_: None, load_ended=told.append
+        )
         rig.tier.load_listener = plan  # type: ignore[assignment]
         rig.store(0)
         rig.finished()
@@ -368,7 +371,7 @@ def test_rows_that_are_stored_or_brought_up_are_told_to_the_tier_above(rig: Rig)
     assert told == [3, 2]
 
 
-def test_loads_are_told_to_whoever_plans_them(rig: Rig) -> None:
+def test_loads_are_told_to_whoever_plans_them(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, str, int]] = []
 
     class Plan:
@@ -378,13 +381,24 @@ def test_loads_are_told_to_whoever_plans_them(rig: Rig) -> None:
         def load_ended(self, request_id: str) -> None:
             told.append(("ended", request_id, 0))
 
+        def load_within_s(self) -> float:
+            return 3.5
+
     rig.tier.load_listener = Plan()  # type: ignore[assignment]
     rig.store(0, 1, 2)
     rig.finished()
     assert told == []
+    submitted: list[Transfer] = []
+    submit = rig.tier._tier._worker.submit
+    monkeypatch.setattr(
+        rig.tier._tier._worker,
+        "submit",
+        lambda transfer, event: [submitted.append(transfer), submit(transfer, event=event)],
+    )
     rig.load(0, 1, 2)
     rig.finished()
     assert told == [("began", REQUEST.req_id, 3 * TOKENS), ("ended", REQUEST.req_id, 0)]
+    assert [transfer.within_s for transfer in submitted] == [3.5]
 
 
 @pytest.mark.parametrize("what", ["stored", "load_ended"])

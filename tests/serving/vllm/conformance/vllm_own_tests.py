@@ -197,7 +197,7 @@ def _replace_connector() -> None:
         make_spec(self, config)
         self.manager.take_clears = list
         self.manager.apply = lambda reports: None
-        self.manager.scheduler = SimpleNamespace(load_rate=lambda: None)
+        self.manager.scheduler = SimpleNamespace(disk_rate=lambda direction: None)
         self.tier_config = SimpleNamespace(
             partial_loads="off", load_deadline_ns=10**9, evict_waiting_last=True
         )

@@ -1,0 +1,49 @@
+"""What the disks of a rank have made of its loads and of its stores, since that was last told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from kvdisk.transfer import Direction, Progress, TransferEngine
+
+_NS_PER_S: Final = 1_000_000_000
+_TOLD_AFTER_NS: Final = 250_000_000  # of being busy
+
+
+class DiskTime:
+    """Bytes, and the seconds that they took, for a ``RateMeter``."""
+
+    def __init__(self) -> None:
+        self._told: dict[Direction, dict[int, Progress]] = {each: {} for each in Direction}
+
+    def since_told(
+        self, engines: Mapping[int, TransferEngine]
+    ) -> dict[Direction, tuple[int, float]]:
+        """The bytes of all paths, by whose index they come, and the seconds of the busiest one.
+
+        A direction is told when nothing is being moved, or has been for a while: before, what is on
+        its way has taken time and brought no bytes, so that the disk would look slow. A path whose
+        engine was replaced begins anew.
+        """
+        told = {}
+        for direction, before in self._told.items():
+            now = {index: engine.progress(direction) for index, engine in engines.items()}
+            moved, busy_ns = _between(before, now)
+            busy = any(progress.busy for progress in now.values())
+            if busy_ns > 0 and (not busy or busy_ns >= _TOLD_AFTER_NS):
+                self._told[direction] = now
+                told[direction] = moved, busy_ns / _NS_PER_S
+        return told
+
+
+def _between(before: Mapping[int, Progress], now: Mapping[int, Progress]) -> tuple[int, int]:
+    moved, busy_ns = 0, 0
+    for index, progress in now.items():
+        began = before.get(index, Progress())
+        if progress.busy_ns < began.busy_ns or progress.bytes < began.bytes:
+            began = Progress()
+        if progress.busy_ns > began.busy_ns:
+            moved += progress.bytes - began.bytes
+            busy_ns = max(busy_ns, progress.busy_ns - began.busy_ns)
+    return moved, busy_ns
