@@ -16,6 +16,11 @@ namespace {
 constexpr std::int64_t event_poll_gap_first_ns = 20'000;
 constexpr std::int64_t event_poll_gap_max_ns = 1'000'000;
 
+// How often a device is asked whether it is done with the blocks of loads, and how long it may be
+// at it beyond their deadlines before it counts as hung.
+constexpr std::int64_t device_poll_gap_ns = 10'000'000;
+constexpr std::int64_t device_patience_ns = 30'000'000'000;
+
 }  // namespace
 
 Pipeline::Pipeline(const PipelineOptions& options, Ring& ring, SlotRecords& records,
@@ -64,6 +69,7 @@ std::int64_t Pipeline::step() {
     io::Completion completions[64];
     const std::size_t completed = backend_.reap(completions);
     for (std::size_t i = 0; i < completed; ++i) handle(completions[i], now);
+    poll_devices(now);
     // Starting comes before ending: a store that may not wait is taken when there is a buffer.
     start_loads(now);
     start_stores(now);
@@ -95,6 +101,7 @@ std::int64_t Pipeline::next_time(std::int64_t now) const noexcept {
     if (const std::int64_t end_by_ns = end_by_ns_; now < end_by_ns)
         next = std::min(next, end_by_ns);
     if (!waiting_events_.empty()) next = std::min(next, event_poll_at_ns_);
+    if (!devices_busy_.empty()) next = std::min(next, device_poll_at_ns_);
     for (const Direction direction : {Direction::store, Direction::load}) {
         for (std::uint32_t at = list(Stage::retrying, direction).head; at != none;) {
             next = std::min(next, extents_[at].retry_at_ns);
@@ -121,11 +128,17 @@ void Pipeline::submit(Transfer* transfer) {
     transfer->submitted_ns = clock_.now_ns();
     constexpr std::int64_t timeout_min_ns = 1'000'000;
     transfer->timeout_ns = std::max(timeout_min_ns, transfer->deadline_ns - transfer->submitted_ns);
-    transfer->device_done = transfer->device_asked = false;
+    transfer->device_busy = transfer->direction == Direction::load && transfer->event != 0 &&
+                            transfer->deadline_ns != time_never;
     transfer->next_row = 0;
     transfer->rows_open = rows;
     transfer->sources_open = transfer->direction == Direction::store ? rows : 0;
     ++transfers_open_;
+    if (transfer->device_busy) {
+        transfer->deadline_ns += device_patience_ns;
+        devices_busy_.push(transfer);
+        device_poll_at_ns_ = transfer->submitted_ns;
+    }
     expiry_next_ns_ = std::min(expiry_next_ns_, transfer->deadline_ns);
     if (transfer->direction == Direction::load) {
         ++loads_open_;
@@ -183,6 +196,25 @@ void Pipeline::poll_events(std::int64_t now) {
                                   : std::clamp(2 * event_poll_gap_ns_, event_poll_gap_first_ns,
                                                event_poll_gap_max_ns);
     event_poll_at_ns_ = now + event_poll_gap_ns_;
+}
+
+// Moves the deadlines of loads whose blocks a device was at, once it is done with them.
+void Pipeline::poll_devices(std::int64_t now) {
+    if (devices_busy_.empty() || now < device_poll_at_ns_) return;
+    Transfer* before = nullptr;
+    for (Transfer* at = devices_busy_.front(); at != nullptr;) {
+        Transfer* const next = at->next_busy;
+        if (copier_.poll_event(at->event) == Readiness::pending) {
+            before = at;
+        } else {
+            devices_busy_.remove_after(before);
+            at->device_busy = false;
+            at->deadline_ns = now + at->timeout_ns;
+            expiry_next_ns_ = std::min(expiry_next_ns_, at->deadline_ns);
+        }
+        at = next;
+    }
+    device_poll_at_ns_ = now + device_poll_gap_ns;
 }
 
 void Pipeline::start_loads(std::int64_t now) {

@@ -239,6 +239,7 @@ class Pipeline {
     // --- starting
     using WaitingList = TransferList<&Transfer::next>;
     void poll_events(std::int64_t now);
+    void poll_devices(std::int64_t now);
     void start_loads(std::int64_t now);
     void start_stores(std::int64_t now);
     void start_next(WaitingList& waiting, std::int64_t now);
@@ -277,7 +278,6 @@ class Pipeline {
 
     // --- the copier and the checksum
     void handle_copy(const CopyCompletion& completion, std::int64_t now);
-    void device_is_done(Transfer& transfer, std::int64_t now);
     void copies_done(std::uint32_t index, std::int64_t now);
     void hash_some(std::int64_t now);
     void verify(std::uint32_t index, std::int64_t now);
@@ -289,7 +289,6 @@ class Pipeline {
     // --- ending
     void expire(std::int64_t due);
     void expire_waiting(WaitingList& waiting, std::int64_t due);
-    bool is_late(Transfer& transfer, std::int64_t due);
     void end_unstarted(Transfer& transfer, RowResult result, std::int64_t now);
     void expire_extent(std::uint32_t index, std::int64_t now);
     void quarantine_extent(std::uint32_t index, std::int64_t now);
@@ -336,6 +335,7 @@ class Pipeline {
     WaitingList waiting_events_;  // stores whose source is not ready
     WaitingList finished_;
     TransferList<&Transfer::next_free> source_free_;
+    TransferList<&Transfer::next_busy> devices_busy_;  // loads
     std::vector<std::uint64_t> released_slots_;
 
     std::uint64_t sequence_next_;
@@ -354,6 +354,7 @@ class Pipeline {
     std::int64_t expiry_next_ns_ = time_never;  // no deadline passes before it
     std::int64_t event_poll_at_ns_ = 0;
     std::int64_t event_poll_gap_ns_ = 0;
+    std::int64_t device_poll_at_ns_ = 0;
     bool moved_ = false;  // this step's later half has made work for another step
     std::uint64_t store_rows_begun_ = 0;
     std::int64_t loads_seen_ns_ = INT64_MIN / 2;

@@ -9,14 +9,6 @@
 
 namespace kvdisk {
 
-namespace {
-
-// At a load's deadline: when the device is asked again, and what a copy may take once it is done.
-constexpr std::int64_t device_look_ns = 10'000'000;
-constexpr std::int64_t device_grace_ns = 100'000'000;
-
-}  // namespace
-
 void Pipeline::expire_due(std::int64_t now) {
     const std::int64_t end_by_ns = end_by_ns_;
     if (now >= std::min(expiry_next_ns_, end_by_ns)) {
@@ -33,7 +25,7 @@ void Pipeline::expire(std::int64_t due) {
     for (std::uint32_t index = 0; index < extents_.size(); ++index) {
         const Extent& extent = extents_[index];
         if (extent.stage == Stage::free || extent.ended || extent.expired) continue;
-        if (is_late(*extent.transfer, due)) {
+        if (extent.transfer->deadline_ns <= due) {
             expire_extent(index, due);
         } else {
             expiry_next_ns_ = std::min(expiry_next_ns_, extent.transfer->deadline_ns);
@@ -41,31 +33,12 @@ void Pipeline::expire(std::int64_t due) {
     }
 }
 
-// Whether a transfer should have ended by `due`. No load can, and no disk is to blame, before the
-// device is done with what was in the blocks. Once it is, the first copy shows it soon
-// (`device_is_done`), unless the disk has given nothing.
-bool Pipeline::is_late(Transfer& transfer, std::int64_t due) {
-    if (transfer.deadline_ns > due) return false;
-    if (due == time_never || transfer.direction == Direction::store || transfer.event == 0) {
-        return true;
-    }
-    const Readiness device = copier_.poll_event(transfer.event);
-    if (device == Readiness::pending) {
-        transfer.deadline_ns = due + device_look_ns;
-        return false;
-    }
-    if (device == Readiness::failed || transfer.device_done || transfer.device_asked) return true;
-    transfer.device_asked = true;
-    transfer.deadline_ns = due + device_grace_ns;
-    return false;
-}
-
 void Pipeline::expire_waiting(WaitingList& waiting, std::int64_t due) {
     const bool wait_for_buffers = &waiting == &waiting_stores_;
     Transfer* before = nullptr;
     for (Transfer* at = waiting.front(); at != nullptr;) {
         Transfer* const next = at->next;
-        const bool late = is_late(*at, due);
+        const bool late = at->deadline_ns <= due;
         const std::int64_t start_by_ns = wait_for_buffers ? at->start_by_ns : time_never;
         if (late || start_by_ns <= due) {
             waiting.remove_after(before);
@@ -199,6 +172,7 @@ void Pipeline::end_row(Transfer& transfer, std::uint32_t row, RowResult result, 
     if (--transfer.rows_open == 0) {
         KVDISK_CHECK(transfer.sources_open == 0);
         --transfers_open_;
+        if (transfer.device_busy) devices_busy_.remove(&transfer);
         if (transfer.direction == Direction::load) {
             if (--loads_open_ == 0) store_credit_bytes_ = 0;
         }

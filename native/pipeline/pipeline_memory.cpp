@@ -33,20 +33,8 @@ void Pipeline::handle_copy(const CopyCompletion& completion, std::int64_t now) {
     } else if (copier_.hashes()) {
         take_checksum(index, row, completion.checksum);
     }
-    if (extent.stage == Stage::scattering && !extent.expired) {
-        device_is_done(*extent.transfer, now);
-    }
     moved_ = true;
     if (extent.copies_pending == 0) copies_done(index, now);
-}
-
-// With the blocks of a load: from now on it is the disk's time that counts.
-void Pipeline::device_is_done(Transfer& transfer, std::int64_t now) {
-    if (transfer.event == 0 || transfer.device_done) return;
-    transfer.device_done = true;
-    if (transfer.deadline_ns != time_never) {
-        transfer.deadline_ns = std::max(transfer.deadline_ns, now + transfer.timeout_ns);
-    }
 }
 
 void Pipeline::copies_done(std::uint32_t index, std::int64_t now) {

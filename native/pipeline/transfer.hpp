@@ -46,7 +46,8 @@ struct Transfer {
     // What must have happened before a store reads its blocks, or a load writes them (on a device);
     // 0: nothing.
     std::uint64_t event = 0;
-    // Every row has ended by then. A load's counts anew once the device is done with its blocks.
+    // Every row has ended by then. A load's counts anew from when its event is seen to have
+    // happened: until then it is the device that keeps it waiting, not the disk.
     std::int64_t deadline_ns = time_never;
     // Store: a row that has no buffer by then is refused. The time until the event does not count.
     std::int64_t start_by_ns = time_never;
@@ -56,13 +57,13 @@ struct Transfer {
     // The pipeline's own notes.
     std::int64_t submitted_ns = 0;
     std::int64_t timeout_ns = 0;  // from then to the deadline
-    bool device_done = false;     // with a load's blocks: the first of them has been written
-    bool device_asked = false;    // whether it is, at the deadline, and it was just then
+    bool device_busy = false;     // a load's event has not been seen to have happened
     std::uint32_t next_row = 0;   // rows before it have been started (or ended)
     std::uint32_t rows_open = 0;
     std::uint32_t sources_open = 0;  // store: rows whose block may still be read
     Transfer* next = nullptr;
     Transfer* next_free = nullptr;  // in the list of those whose sources became free
+    Transfer* next_busy = nullptr;  // in the list of those whose device is busy
 };
 
 // A first-in-first-out list of transfers, linked through `Link`.
@@ -90,6 +91,12 @@ class TransferList {
         (before == nullptr ? head_ : before->*Link) = gone->*Link;
         if (tail_ == gone) tail_ = before;
         gone->*Link = nullptr;
+    }
+
+    void remove(const Transfer* gone) noexcept {
+        Transfer* before = nullptr;
+        for (Transfer* at = head_; at != gone; at = at->*Link) before = at;
+        remove_after(before);
     }
 
   private:

@@ -12,6 +12,10 @@ namespace {
 // A row may outlive its deadline by a copy that cannot be stopped, and the step that ends it.
 constexpr std::int64_t copy_ns_max = 5'000'000;
 constexpr std::int64_t deadline_slack_ns = copy_ns_max + 200'000;
+// The pipeline's: how often it looks whether a device is done, and the least that a load then has.
+constexpr std::int64_t device_look_ns = 10'000'000;
+constexpr std::int64_t timeout_min_ns = 1'000'000;
+constexpr std::int64_t device_busy_ns_max = 100'000'000;
 constexpr std::int64_t settle_ns_max = 60'000'000'000;
 constexpr std::uint64_t steps_without_time_max = 100'000;
 constexpr std::uint64_t block_count = 512;
@@ -257,7 +261,10 @@ void World::check_deadlines() {
     for (const std::unique_ptr<Task>& task : tasks_) {
         if (!task->open || task->late || deadline_of(*task) == time_never) continue;
         if (task->transfer.direction == Direction::load && options_.direct_loads) continue;
-        if (now() <= deadline_of(*task) + deadline_slack_ns) continue;
+        // A copy that cannot be stopped waits for its device, also when all is to end.
+        const bool closing = closing_ns_ < task->due_ns;
+        const std::int64_t copying_ns = closing ? device_busy_ns_max : 0;
+        if (now() <= deadline_of(*task) + task->slack_ns + copying_ns) continue;
         task->late = true;
         verdict_.break_of("a row outlives its deadline", task->transfer.rows[0].slot);
     }
@@ -281,6 +288,8 @@ void World::submit_one() {
     blocks_->take(random_, chosen_slots_.size(), chosen_blocks_);
     rows_open_ += chosen_slots_.size();
     choose_times(transfer);
+    task.due_ns = transfer.deadline_ns;
+    task.slack_ns = deadline_slack_ns;
     if (random_.below(2) == 0) {
         submit_store(task);
     } else {
@@ -337,7 +346,7 @@ void World::submit_store(Task& task) {
     const bool fails = harm_ != Harm::none && random_.below(16) == 0;
     task.transfer.event = copier_->make_event(at_ns, fails, [this, &task] { fill_sources(task); });
     if (at_ns == SimCopier::never && task.transfer.deadline_ns == time_never) {
-        task.transfer.deadline_ns = now() + 50'000'000;
+        task.due_ns = task.transfer.deadline_ns = now() + 50'000'000;
     }
 }
 
@@ -359,9 +368,19 @@ void World::submit_load(Task& task) {
         task.notes.push_back(model_->load_submitted(slot, key));
     }
     if (options_.direct_loads || random_.below(6) != 0) return;
-    // A device that goes on using the blocks for a while, often beyond the deadline.
-    const std::int64_t at_ns = now() + random_.between(0, 3'000'000);
-    task.transfer.event = copier_->make_event(at_ns, false, nullptr);
+    // A device that goes on using the blocks for a while, often beyond the deadline or up to it.
+    const std::int64_t timeout_ns = task.transfer.deadline_ns - now();
+    std::int64_t busy_ns =
+        random_.between(0, random_.below(4) == 0 ? device_busy_ns_max : 3'000'000);
+    if (random_.below(4) == 0 && task.due_ns != time_never) {
+        busy_ns = std::max<std::int64_t>(0, timeout_ns + random_.between(-1, 1));
+    }
+    const bool fails = random_.below(16) == 0;
+    task.transfer.event = copier_->make_event(now() + busy_ns, fails, nullptr);
+    if (task.due_ns != time_never) {
+        task.due_ns = now() + busy_ns + std::max(timeout_min_ns, timeout_ns);
+        task.slack_ns += device_look_ns;
+    }
 }
 
 // ---------------------------------------------------------------- what is answered
@@ -389,7 +408,7 @@ World::Task& World::task_of(const Transfer& transfer) {
 }
 
 std::int64_t World::deadline_of(const Task& task) const noexcept {
-    return std::min(task.transfer.deadline_ns, closing_ns_);
+    return std::min(task.due_ns, closing_ns_);
 }
 
 // The engine reuses a source at once.
@@ -484,7 +503,9 @@ void World::end_by_closing() {
     if (options_.direct_loads) disk_->heal();  // such a load waits for its disk
     closing_ns_ = now();
     pipeline_->end_by(0);
-    const std::int64_t limit_ns = options_.direct_loads ? settle_ns_max : deadline_slack_ns;
+    // A copy that cannot be stopped waits for its device.
+    const std::int64_t limit_ns =
+        options_.direct_loads ? settle_ns_max : device_busy_ns_max + deadline_slack_ns;
     verdict_.expect(settle(limit_ns, false), "rows do not end at closing");
     verdict_.expect(pipeline_->transfers_open() == 0, "a transfer never ended, at closing");
     disk_->abandon();

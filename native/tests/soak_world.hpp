@@ -125,6 +125,9 @@ class World {
         std::vector<RowNote> notes;
         std::vector<RowResult> seen;    // of the rows that have ended
         std::uint32_t rows_unseen = 0;  // those that have not
+        // When it should end, without looking at the pipeline's notes, and how much later it may.
+        std::int64_t due_ns = time_never;
+        std::int64_t slack_ns = 0;
         bool open = false;
         bool source_free = false;
         bool late = false;

@@ -369,14 +369,76 @@ TEST_CASE("pipeline: a load whose blocks the device still uses is not late") {
     fixture.run(1'000 * ms);
     for (const RowResult& result : many.results) CHECK(result.status == RowStatus::ok);
 
+    // From then on it is the disk's time, whether any of the load has begun or not.
     fixture.disk.freeze();
-    const Transfer& hung = load_behind_event(700 * ms);
-    fixture.run(690 * ms);
-    CHECK(hung.results[0].status == RowStatus::pending);
+    for (const std::int64_t after_ns : {std::int64_t{0}, 700 * ms}) {
+        const Transfer& hung = load_behind_event(after_ns);
+        fixture.run(after_ns + 490 * ms);
+        CHECK(hung.results[0].status == RowStatus::pending);
+        fixture.run(30 * ms);
+        CHECK(hung.results[0].status == RowStatus::timed_out);
+    }
+    const Transfer& lost = load_behind_event(3'600'000 * ms);
+    fixture.run(30'400 * ms);
+    CHECK(lost.results[0].status == RowStatus::pending);
     fixture.run(200 * ms);
-    CHECK(hung.results[0].status == RowStatus::timed_out);
+    CHECK(lost.results[0].status == RowStatus::timed_out);
     fixture.disk.thaw();
     fixture.run(1'000 * ms);
+}
+
+TEST_CASE("pipeline: loads that wait behind others have all their time once the device is done") {
+    // Found by an attack: only the first copy of a load told that the device was done with it.
+    constexpr std::int64_t ms = 1'000'000;
+    constexpr std::uint64_t loads = 8;
+    for (const std::int64_t done_ms : {0, 1'900, 1'999, 2'500, 5'000}) {
+        Fixture fixture;
+        for (std::uint64_t number = 0; number < loads * buffers; ++number) {
+            REQUIRE(fixture.move(Direction::store, number) == RowStatus::ok);
+        }
+        fixture.disk.set_service({.base_ns = 40 * ms, .bytes_per_second = 1ULL << 33});
+        const std::uint64_t event =
+            fixture.copier.make_event(fixture.now_ns() + done_ms * ms, false, nullptr);
+        std::vector<Transfer> waiting(loads);
+        for (std::uint64_t load = 0; load < loads; ++load) {
+            Transfer& transfer = waiting[load];
+            transfer.id = 1'000 + load;
+            transfer.direction = Direction::load;
+            transfer.deadline_ns = fixture.now_ns() + 2'000 * ms;
+            transfer.event = event;
+            for (std::uint64_t row = 0; row < buffers; ++row) {
+                const std::uint64_t number = load * buffers + row;
+                transfer.rows.push_back({number, number, make_key(number)});
+            }
+            fixture.pipeline->submit(&transfer);
+        }
+        fixture.run(8'000 * ms);
+        for (const Transfer& transfer : waiting) {
+            for (const RowResult& result : transfer.results) CHECK(result.status == RowStatus::ok);
+        }
+    }
+}
+
+TEST_CASE("pipeline: a slow disk has no more time because a device was done long ago") {
+    // Found by an attack: the first copy that came back moved the deadline by as much again.
+    constexpr std::int64_t ms = 1'000'000;
+    Fixture fixture;
+    Transfer load;
+    for (std::uint64_t number = 0; number < 4 * buffers; ++number) {
+        REQUIRE(fixture.move(Direction::store, number) == RowStatus::ok);
+        load.rows.push_back({number, number, make_key(number)});
+    }
+    fixture.disk.set_service({.base_ns = 490 * ms, .bytes_per_second = 1ULL << 33});
+    load.id = 1'000;
+    load.direction = Direction::load;
+    load.deadline_ns = fixture.now_ns() + 500 * ms;
+    load.event = fixture.copier.make_event(fixture.now_ns(), false, nullptr);
+    fixture.pipeline->submit(&load);
+    fixture.run(520 * ms);
+    CHECK(load.results.front().status == RowStatus::ok);
+    CHECK(load.results.back().status == RowStatus::timed_out);
+    CHECK(load.rows_open == 0);
+    fixture.run(2'000 * ms);
 }
 
 TEST_CASE("pipeline: a store that may not wait is taken when there is a buffer") {
