@@ -24,7 +24,7 @@ from kvdisk.worker import TierWorker
 SETTLE_S = 60.0
 # Ranks, paths and tensors: tables that do not grow with requests.
 KEPT = {"_opened", "_rank_paths", "_up", "_ranks", "_paths", "_lost", "_tensors"}
-KEPT |= {"_load_meters", "_progress", "_watched"}
+KEPT |= {"_disk_meters", "_watched"}
 STORAGE = "STORAGE"
 
 

@@ -20,7 +20,7 @@ from tests.serving.vllm.engines import MODES, assert_nothing_left, below_ram, di
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
-SMALL = "4MiB"  # of blocks of 128 KiB
+SMALL = "8MiB"  # of blocks of 128 KiB: nearly all leave before they are wanted again
 SEED = 7
 
 
@@ -95,7 +95,7 @@ def test_a_long_one(
     tmp_path: Path,
 ) -> None:
     assert len(alone[0]) >= 1000
-    below = {"ram_bytes": 4 << 20, "capacity": "8MiB"}  # more than the RAM tier, or it has all
+    below = {"ram_bytes": 4 << 20, "capacity": SMALL}  # more than the RAM tier, or it has all
     options = below if mode is below_ram else {"capacity": SMALL}
     transfer = mode(tmp_path / "kv", partial_loads="on", **options)
     check(alone, model, tmp_path / "log", transfer, requests=1200, evicts=True)
