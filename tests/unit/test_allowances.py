@@ -217,27 +217,32 @@ def test_a_hit_that_is_not_to_be_split_is_all_of_its_parts() -> None:
     assert parts.hit == 3 * CHUNK
 
 
-@pytest.mark.parametrize("loaded", [True, False])
-def test_who_is_passed_over_keeps_no_room_that_others_need(loaded: bool) -> None:
-    """Found by an attack: one whose adapter had no room held it for 400 steps."""
+@pytest.mark.parametrize("load", ["ended", "under way", "refused"])
+def test_who_is_passed_over_keeps_no_room_that_others_need(load: str) -> None:
+    """Found by attacks: one whose adapter had no room held it for 400 steps, and one for which
+    nothing could be brought up for ever.
+    """
     allowances = Allowances(CHUNK, 1, 4)
     for each in ("first", "passed over"):
         allowances.arrived(each)
         allowances.asked_for(each)
         allowances.allow(each, look({0, 1}), 2 * CHUNK)
-        if loaded:
+        if load != "refused":
+            allowances.load_began(each)
+        if load == "ended":
             allowances.load_ended(each, whole=True)
+    kept = load == "under way"
     for _ in range(2):
         assert allowances.rows_left == 0
         allowances.step_ended()
         for each in ("first", "new"):
             allowances.asked_for(each)
-    assert allowances.rows_left == 2 * loaded, "what is under way takes room"
+    assert allowances.rows_left == (0 if kept else 2), "what is under way takes room"
     allowances.step_ended()
     allowances.step_ended()
     allowances.asked_for("first")
-    assert allowances.rows_left == 2 * loaded, "nobody was asked for in between"
-    assert "passed over" in allowances, "it waits for that once"
+    assert allowances.rows_left == (0 if kept else 2), "nobody was asked for in between"
+    assert ("passed over" in allowances) == (load != "refused"), "it waits for the disk once"
     for each in ("first", "passed over"):
         allowances.gone(each)
     assert not allowances

@@ -81,6 +81,7 @@ class Allowances:
         self._allowed_rows = 0
         self._asked_steps = 0
         self._step_is_new = True
+        self._loading: set[str] = set()  # for whom something is on its way up
         self._served: set[str] = set()  # loaded for since they were looked at
         self._waited: dict[str, bool] = {}  # of all there are, whether in vain: then never again
         self._cut: dict[str, int] = {}  # where the first of its chunks ends that was not stored
@@ -134,7 +135,7 @@ class Allowances:
 
     def __len__(self) -> int:
         """How much is remembered: nothing when all requests have ended."""
-        by_request = (self._allowed, self._served, self._waited, self._cut)
+        by_request = (self._allowed, self._loading, self._served, self._waited, self._cut)
         in_line = (self._no_room, self._behind_next)
         held = self._allowed_rows + (self._next is not None)
         return sum(map(len, (*by_request, *in_line))) + held
@@ -179,19 +180,24 @@ class Allowances:
 
     def asked_for(self, request_id: str) -> None:
         """The engine may go on with it. Who was passed over in a whole step (its adapter has no
-        room, or it comes behind others) has what was brought up, but not the room for it any more:
-        what others push out of that is computed.
+        room, or it comes behind others) while nothing is on its way up has no more room: of what
+        was brought up, what others push out is computed; if nothing was, it is looked at anew.
         """
         if self._step_is_new:
             self._step_is_new = False
             self._asked_steps += 1
             for other, allowance in [*self._allowed.items()]:
                 passed_over = allowance.asked_at < self._asked_steps - 1
-                if passed_over and other in self._served and other != request_id:
-                    self._allowed_rows -= allowance.rows
-                    allowance.rows = 0
+                if passed_over and other != request_id and other not in self._loading:
+                    self._gives_back(other, allowance)
         if request_id in self._allowed:
             self._allowed[request_id].asked_at = self._asked_steps
+
+    def _gives_back(self, request_id: str, allowance: _Allowance) -> None:
+        if allowance.rows and request_id not in self._served:
+            del self._allowed[request_id]
+        self._allowed_rows -= allowance.rows
+        allowance.rows = 0
 
     def step_ended(self) -> None:
         self._step_is_new = True
@@ -209,8 +215,16 @@ class Allowances:
         self.gone(request_id)  # another of that name
         self._waited[request_id] = False
 
-    def load_ended(self, request_id: str, *, whole: bool) -> None:
-        """Something was brought up for a request, or ``whole`` of it was not."""
+    def load_began(self, request_id: str) -> None:
+        if request_id in self._waited:  # else it has ended
+            self._loading.add(request_id)
+
+    def load_ended(self, request_id: str, *, whole: bool, others: bool = False) -> None:
+        """Something was brought up for a request, or ``whole`` of it was not. ``others``: of its
+        loads are under way.
+        """
+        if not others:
+            self._loading.discard(request_id)
         if request_id in self._waited:  # else it has ended
             self._served.add(request_id)
             self._waited[request_id] |= not whole
@@ -229,5 +243,6 @@ class Allowances:
     def gone(self, request_id: str) -> None:
         self.settled(request_id)
         self._waited.pop(request_id, None)
+        self._loading.discard(request_id)
         self._served.discard(request_id)
         self._cut.pop(request_id, None)

@@ -180,6 +180,7 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
     def submit_load(self, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
         self._rows_changed(len(keys))
+        self.allowances.load_began(job_metadata.req_context.req_id)
         within_s = None
         if self.load_listener is not None:
             within_s = self.load_listener.load_within_s()
@@ -304,9 +305,9 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
 
     def _load_ended(self, ended: _Job, *, whole: bool) -> None:
         request_id = ended.of_vllm.req_context.req_id
-        self.allowances.load_ended(request_id, whole=whole)
         loads = (job for job in self._jobs.values() if job.is_load and job is not ended)
         others = any(job.of_vllm.req_context.req_id == request_id for job in loads)
+        self.allowances.load_ended(request_id, whole=whole, others=others)
         if self.load_listener is not None and not others:
             self.load_listener.load_ended(request_id)
 

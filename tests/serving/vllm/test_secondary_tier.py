@@ -292,6 +292,31 @@ def test_a_request_waits_for_the_disk_once(rig: Rig) -> None:
     assert not rig.tier.allowances
 
 
+def test_who_is_passed_over_keeps_its_room_until_all_of_its_loads_have_ended(rig: Rig) -> None:
+    rig.store(*range(4))
+    rig.finished()
+    asking = positioned("asking", *range(4))
+    allowances = rig.tier.allowances
+    room = allowances.rows_left
+    rig.tier.on_new_request(asking)
+    allowances.allow("asking", look_at(rig, asking, *range(4)), 4 * TOKENS)
+
+    def rows_left() -> int:
+        for step in range(4):
+            allowances.asked_for(f"other {step}")
+            allowances.step_ended()
+        return allowances.rows_left
+
+    rig.load(0, 1, request=asking)
+    rig.load(2, 3, request=asking)
+    assert rows_left() == room - 4
+    ended = [job for job in rig.tier._jobs.values() if job.is_load]
+    rig.tier._load_ended(ended[0], whole=True)
+    assert rows_left() == room - 4
+    rig.finished()
+    assert rows_left() == room
+
+
 def test_the_head_of_a_prefix_is_stored_first_and_no_more_than_half_of_the_rows_waits(
     rig: Rig,
 ) -> None:
