@@ -220,29 +220,47 @@ def test_a_hit_that_is_not_to_be_split_is_all_of_its_parts() -> None:
 @pytest.mark.parametrize("load", ["ended", "under way", "refused"])
 def test_who_is_passed_over_keeps_no_room_that_others_need(load: str) -> None:
     """Found by attacks: one whose adapter had no room held it for 400 steps, and one for which
-    nothing could be brought up for ever.
+    nothing could be brought up for ever. Nor who was asked for and found no place on the device.
     """
     allowances = Allowances(CHUNK, 1, 4)
     for each in ("first", "passed over"):
         allowances.arrived(each)
-        allowances.asked_for(each)
+        allowances.asked_for()
         allowances.allow(each, look({0, 1}), 2 * CHUNK)
         if load != "refused":
             allowances.load_began(each)
         if load == "ended":
             allowances.load_ended(each, whole=True)
-    kept = load == "under way"
     for _ in range(2):
         assert allowances.rows_left == 0
         allowances.step_ended()
-        for each in ("first", "new"):
-            allowances.asked_for(each)
-    assert allowances.rows_left == (0 if kept else 2), "what is under way takes room"
-    allowances.step_ended()
-    allowances.step_ended()
-    allowances.asked_for("first")
-    assert allowances.rows_left == (0 if kept else 2), "nobody was asked for in between"
-    assert ("passed over" in allowances) == (load != "refused"), "it waits for the disk once"
+        allowances.step_ended()  # nobody was asked for in between
+        allowances.asked_for()
+    assert allowances.rows_left == (0 if load == "under way" else 4)
     for each in ("first", "passed over"):
+        assert (each in allowances) == (load != "refused"), "it waits for the disk once"
         allowances.gone(each)
     assert not allowances
+
+
+def test_who_finds_no_place_on_the_device_keeps_no_room_of_who_comes_first() -> None:
+    """Found by an attack: the most urgent waited for ever for the room of the least urgent, which
+    was asked for after it in each step.
+    """
+    allowances = Allowances(CHUNK, 1, 4, whole=True)
+    for each in ("urgent", "other"):
+        allowances.arrived(each)
+    allowances.asked_for()
+    allowances.allow("other", look({0, 1, 2}), 3 * CHUNK)
+    allowances.load_began("other")
+    waited = []
+    for step in range(6):
+        allowances.step_ended()
+        if step == 2:
+            allowances.load_ended("other", whole=True)
+        allowances.asked_for()
+        waited.append(
+            allowances.waits_still("urgent") or allowances.wait_for_room("urgent", look({0, 1}))
+        )
+        allowances.asked_for()
+    assert waited == [True] * 3 + [False] * 3, "it may be taken in the step after"

@@ -56,7 +56,7 @@ class Look:
 class _Allowance:
     end_token: int
     rows: int  # of the RAM tier
-    asked_at: int  # in which of the steps in which anybody was asked for, last
+    idle_since: int  # the step in which something was last under way for it
 
 
 class Allowances:
@@ -79,7 +79,7 @@ class Allowances:
         self._behind_next: set[str] = set()  # who was asked for since that one was
         self._allowed: dict[str, _Allowance] = {}
         self._allowed_rows = 0
-        self._asked_steps = 0
+        self._asked_steps = 0  # in which anybody was asked for
         self._step_is_new = True
         self._loading: set[str] = set()  # for whom something is on its way up
         self._served: set[str] = set()  # loaded for since they were looked at
@@ -178,20 +178,20 @@ class Allowances:
 
     # --- what happens
 
-    def asked_for(self, request_id: str) -> None:
-        """The engine may go on with it. Who was passed over in a whole step (its adapter has no
-        room, or it comes behind others) while nothing is on its way up has no more room: of what
-        was brought up, what others push out is computed; if nothing was, it is looked at anew.
+    def asked_for(self) -> None:
+        """The engine asks for requests in this step. Who could have been taken in the last one
+        (but its adapter has no room, the device has none, or it comes behind others) has no more
+        room: of what was brought up, what others push out is computed; if nothing was, it is
+        looked at anew.
         """
-        if self._step_is_new:
-            self._step_is_new = False
-            self._asked_steps += 1
-            for other, allowance in [*self._allowed.items()]:
-                passed_over = allowance.asked_at < self._asked_steps - 1
-                if passed_over and other != request_id and other not in self._loading:
-                    self._gives_back(other, allowance)
-        if request_id in self._allowed:
-            self._allowed[request_id].asked_at = self._asked_steps
+        if not self._step_is_new:
+            return
+        self._step_is_new = False
+        self._asked_steps += 1
+        for request_id, allowance in [*self._allowed.items()]:
+            idle = request_id not in self._loading
+            if idle and allowance.idle_since < self._asked_steps - 1:
+                self._gives_back(request_id, allowance)
 
     def _gives_back(self, request_id: str, allowance: _Allowance) -> None:
         if allowance.rows and request_id not in self._served:
@@ -228,6 +228,8 @@ class Allowances:
         if request_id in self._waited:  # else it has ended
             self._served.add(request_id)
             self._waited[request_id] |= not whole
+        if request_id in self._allowed:
+            self._allowed[request_id].idle_since = self._asked_steps
 
     def settled(self, request_id: str) -> None:
         """The engine goes on with a request, and takes what was brought up."""

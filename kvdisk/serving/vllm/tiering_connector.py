@@ -72,7 +72,7 @@ class KVDiskTieringConnector(PartialLoads, SessionsLeftOut, OffloadingConnector)
         answer: tuple[int | None, bool]
         tier = self._tier
         if tier is not None:
-            tier.ask(lambda it: it.asked_for(request.request_id), None)
+            tier.ask(lambda it: it.asked_for(), None)
         if tier is None or request.request_id in tier.allowances:
             answer = find()
             return answer

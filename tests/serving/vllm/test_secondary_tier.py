@@ -302,8 +302,8 @@ def test_who_is_passed_over_keeps_its_room_until_all_of_its_loads_have_ended(rig
     allowances.allow("asking", look_at(rig, asking, *range(4)), 4 * TOKENS)
 
     def rows_left() -> int:
-        for step in range(4):
-            allowances.asked_for(f"other {step}")
+        for _ in range(4):
+            allowances.asked_for()
             allowances.step_ended()
         return allowances.rows_left
 
