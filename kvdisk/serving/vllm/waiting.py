@@ -26,7 +26,6 @@ _STEP_BLOCKS: Final = 4096  # and no more in a step of the engine, however many 
 _LOOKS_PER_REQUEST: Final = 16  # to find the end of what is there of it
 _HASHES_MIN: Final = 65_536  # remembered of those that wait, and more for a device that holds more
 _HASHES_PER_BLOCK: Final = 8
-_LOOKED_FOR_NEXT: Final = 256  # requests, for who wants what one wanted that has gone
 _COUNTED_AT_ONCE: Final = 2  # requests, when one comes or goes: else the queue is never caught up
 
 logger = init_logger("vllm.kvdisk")
@@ -45,7 +44,8 @@ def group_of_heads(groups: Sequence[Any]) -> Any:
 class Waiting:
     """Requests that vLLM has not begun with, in the order in which they came.
 
-    What is wanted is known of the first of them, as far as ``hashes_max`` hashes go.
+    What is wanted is known of the first of them, as far as ``hashes_max`` hashes go: one that
+    several want counts for each, so that neither memory nor a call's time grow with the queue.
     """
 
     def __init__(self, hashes_max: int = _HASHES_MIN) -> None:
@@ -54,8 +54,8 @@ class Waiting:
         self._later: dict[str, None] = {}  # of whom nothing is counted yet
         self._counted: dict[str, tuple[int, Sequence[bytes]]] = {}  # first turn, what is wanted
         self._last_turn = 0
-        self._turn: dict[bytes, int] = {}  # as of the first that wants it
-        self._wanted: dict[bytes, int] = {}  # by how many of them
+        self._turns: dict[bytes, list[int]] = {}  # of each that wants it, in their order
+        self._hashes_counted = 0
 
     def arrived(self, request_id: str, hashes: Sequence[bytes]) -> None:
         """``hashes``: vLLM's own list of its blocks', which is not copied until it is needed."""
@@ -69,18 +69,20 @@ class Waiting:
         self._hashes.pop(request_id, None)
         self._later.pop(request_id, None)
         first_turn, counted = self._counted.pop(request_id, (0, ()))
-        for block_hash in counted:
-            self._wanted[block_hash] -= 1
-            if not self._wanted[block_hash]:
-                del self._wanted[block_hash], self._turn[block_hash]
-        self._pass_on(first_turn, counted)
+        self._hashes_counted -= len(counted)
+        for turn, block_hash in enumerate(counted, first_turn):
+            turns = self._turns[block_hash]
+            del turns[bisect_left(turns, turn)]
+            if not turns:
+                del self._turns[block_hash]
         self._count_more()
 
     def turn(self, block_hash: bytes) -> int:
         """The greater, the longer until a block is needed, and behind all that come before it in
         its prompt; 0: by nobody who is known to wait.
         """
-        return self._turn.get(block_hash, 0)
+        turns = self._turns.get(block_hash)
+        return turns[0] if turns else 0
 
     def last_first(self) -> Iterator[tuple[int, Sequence[bytes]]]:
         """Of whom it is known what is wanted: its first turn, and that."""
@@ -98,38 +100,23 @@ class Waiting:
     def __iter__(self) -> Iterator[str]:
         return iter(self._hashes)
 
-    def _pass_on(self, first_turn: int, hashes: Sequence[bytes]) -> None:
-        """The turns of one that has gone, to the next that want the same; if they are not among
-        the first of those that wait, as if they were the last. Hashes are chained: who has one of
-        them has all before it, each at the same place.
-        """
-        shared = hashes[: count_first(len(hashes), lambda at: hashes[at] in self._turn)]
-        done = count_first(len(shared), lambda at: self._turn[shared[at]] != first_turn + at)
-        for turn, others in islice(self._counted.values(), _LOOKED_FOR_NEXT):
-            if done == len(shared):
-                return
-            if done < len(others) and others[done] == shared[done]:
-                most = min(len(others), len(shared))
-                end = count_first(most, lambda at: others[at] == shared[at])  # noqa: B023
-                for at in range(done, end):
-                    self._turn[shared[at]] = turn + at
-                done = end
-        for at in range(done, len(shared)):
-            self._turn[shared[at]] = self._last_turn + at
-
     def _count_more(self) -> None:
         """A few at a time: one that makes room may make it for very many."""
         for request_id in [*islice(self._later, _COUNTED_AT_ONCE)]:
-            if len(self._turn) >= self.hashes_max and self._counted:
+            if self._hashes_counted >= self.hashes_max and self._counted:
                 return
             del self._later[request_id]
             hashes = tuple(self._hashes[request_id])
             first_turn = self._last_turn + 1
             self._last_turn += len(hashes)
+            self._hashes_counted += len(hashes)
             self._counted[request_id] = first_turn, hashes
             for turn, block_hash in enumerate(hashes, first_turn):
-                self._turn.setdefault(block_hash, turn)
-                self._wanted[block_hash] = self._wanted.get(block_hash, 0) + 1
+                turns = self._turns.get(block_hash)
+                if turns is None:
+                    self._turns[block_hash] = [turn]
+                else:
+                    turns.append(turn)
 
 
 class _Seen:
