@@ -117,6 +117,37 @@ def test_who_waits_for_room_is_not_looked_at_again_until_there_is_some() -> None
     assert not allowances
 
 
+def test_in_a_step_no_more_is_looked_at_while_somebody_waits_for_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found by an attack: a burst of 1,000 was looked at in one step, which took 0.5 s. Who comes
+    first is looked at first, and who needs no room does not wait behind those who do.
+    """
+    monkeypatch.setattr("kvdisk.serving.vllm.allowances._STEP_CHUNKS", 8)
+    allowances = Allowances(CHUNK, 1, 4, whole=True)
+    allowances.arrived("first")
+    allowances.asked_for()
+    allowances.allow("first", look({0, 1, 2}), 3 * CHUNK)
+    allowances.load_began("first")
+    looked_at: list[list[str]] = []
+    queue = [*(f"hit {number}" for number in range(5)), "no hit"]
+    for _ in range(4):
+        allowances.step_ended()
+        allowances.asked_for()
+        looked_at.append([])
+        for each in [*queue]:
+            if not allowances.waits_still(each):
+                looked_at[-1].append(each)
+                with allowances.looking(each) as found:
+                    for end in (CHUNK, 2 * CHUNK, 3 * CHUNK)[: 3 * each.startswith("hit")]:
+                        found.told(end, True)
+                if found.on_disk:
+                    assert allowances.wait_for_room(each, found)
+                else:
+                    queue.remove(each)
+    assert looked_at == [["hit 0", "hit 1"], ["hit 2", "hit 3"], ["hit 4", "no hit"], []]
+
+
 @pytest.mark.parametrize("end", ["it has its turn", "it is aborted", "it is asked for no more"])
 def test_who_waits_for_room_is_not_overtaken(end: str) -> None:
     """Found by an attack: small hits that came later took the room of a large one for ever."""
