@@ -65,6 +65,14 @@ class _Allowance:
     idle_since: int  # the step in which something was last under way for it
 
 
+@dataclass
+class _Request:
+    loading: bool = False  # something is on its way up for it
+    served: bool = False  # something was, since it was looked at
+    in_vain: bool = False  # not all of that came: it never waits again
+    cut_token: int | None = None  # where the first of its chunks ends that was not stored
+
+
 class Allowances:
     """The requests of one scheduler that wait. Not thread-safe: one thread calls it."""
 
@@ -88,10 +96,7 @@ class Allowances:
         self._asked_steps = 0  # in which anybody was asked for
         self._step_is_new = True
         self._chunks_left = _STEP_CHUNKS
-        self._loading: set[str] = set()  # for whom something is on its way up
-        self._served: set[str] = set()  # loaded for since they were looked at
-        self._waited: dict[str, bool] = {}  # of all there are, whether in vain: then never again
-        self._cut: dict[str, int] = {}  # where the first of its chunks ends that was not stored
+        self._requests: dict[str, _Request] = {}  # all there are
 
     @property
     def room_tokens(self) -> float:
@@ -146,10 +151,9 @@ class Allowances:
 
     def __len__(self) -> int:
         """How much is remembered: nothing when all requests have ended."""
-        by_request = (self._allowed, self._loading, self._served, self._waited, self._cut)
-        in_line = (self._no_room, self._behind_next)
-        held = self._allowed_rows + (self._next is not None)
-        return sum(map(len, (*by_request, *in_line))) + held
+        by_request = len(self._requests) + len(self._allowed)
+        in_line = len(self._no_room) + len(self._behind_next) + (self._next is not None)
+        return by_request + in_line + self._allowed_rows
 
     def __contains__(self, request_id: str) -> bool:
         """Whether it is settled what a request may have."""
@@ -157,7 +161,8 @@ class Allowances:
 
     def may_have(self, request_id: str, end_token: int) -> bool:
         """Whether the disk is asked for a chunk at all: what a request still lacks is computed."""
-        if request_id in self._served or self._waited.get(request_id):
+        request = self._known(request_id)
+        if request.served or request.in_vain:
             return False
         allowance = self._allowed.get(request_id)
         return allowance is None or end_token <= allowance.end_token
@@ -165,7 +170,7 @@ class Allowances:
     @contextmanager
     def looking(self, request_id: str) -> Iterator[Look]:
         """Within it nothing is brought up; a request that was preempted is asked for anew."""
-        self._served.discard(request_id)
+        self._known(request_id).served = False
         look = self.look = Look(self.chunk_tokens)
         try:
             yield look
@@ -186,7 +191,7 @@ class Allowances:
         """Where the first chunk of a request ends that was not stored: what lies behind it would
         never be found.
         """
-        return self._cut.get(request_id)
+        return self._known(request_id).cut_token
 
     # --- what happens
 
@@ -201,15 +206,13 @@ class Allowances:
         self._step_is_new = False
         self._asked_steps += 1
         for request_id, allowance in [*self._allowed.items()]:
-            idle = request_id not in self._loading
-            if idle and allowance.idle_since < self._asked_steps - 1:
-                self._gives_back(request_id, allowance)
-
-    def _gives_back(self, request_id: str, allowance: _Allowance) -> None:
-        if allowance.rows and request_id not in self._served:
-            del self._allowed[request_id]
-        self._allowed_rows -= allowance.rows
-        allowance.rows = 0
+            request = self._known(request_id)
+            if request.loading or allowance.idle_since >= self._asked_steps - 1:
+                continue
+            if allowance.rows and not request.served:
+                del self._allowed[request_id]
+            self._allowed_rows -= allowance.rows
+            allowance.rows = 0
 
     def step_ended(self) -> None:
         self._step_is_new = True
@@ -217,30 +220,28 @@ class Allowances:
 
     def cut(self, request_id: str, end_token: int) -> None:
         """A request's chunk that ends there is not stored."""
-        if request_id in self._waited:  # else it has ended
-            self._cut[request_id] = min(end_token, self._cut.get(request_id, end_token))
+        request = self._known(request_id)
+        request.cut_token = min(end_token, request.cut_token or end_token)
 
     def reset(self) -> None:
         """The engine has forgotten all its caches, and offers all of each prompt anew."""
-        self._cut.clear()
+        for request in self._requests.values():
+            request.cut_token = None
 
     def arrived(self, request_id: str) -> None:
         self.gone(request_id)  # another of that name
-        self._waited[request_id] = False
+        self._requests[request_id] = _Request()
 
     def load_began(self, request_id: str) -> None:
-        if request_id in self._waited:  # else it has ended
-            self._loading.add(request_id)
+        self._known(request_id).loading = True
 
     def load_ended(self, request_id: str, *, whole: bool, others: bool = False) -> None:
         """Something was brought up for a request, or ``whole`` of it was not. ``others``: of its
         loads are under way.
         """
-        if not others:
-            self._loading.discard(request_id)
-        if request_id in self._waited:  # else it has ended
-            self._served.add(request_id)
-            self._waited[request_id] |= not whole
+        request = self._known(request_id)
+        request.loading, request.served = others, True
+        request.in_vain |= not whole
         if request_id in self._allowed:
             self._allowed[request_id].idle_since = self._asked_steps
 
@@ -257,7 +258,8 @@ class Allowances:
 
     def gone(self, request_id: str) -> None:
         self.settled(request_id)
-        self._waited.pop(request_id, None)
-        self._loading.discard(request_id)
-        self._served.discard(request_id)
-        self._cut.pop(request_id, None)
+        self._requests.pop(request_id, None)
+
+    def _known(self, request_id: str) -> _Request:
+        """Of one that has ended nothing is remembered."""
+        return self._requests.get(request_id) or _Request()

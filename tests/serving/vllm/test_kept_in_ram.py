@@ -497,5 +497,5 @@ def test_a_bug_in_what_a_request_may_have_is_a_miss(
         assert again.is_finished()
         assert engine.tier.broken
         monkeypatch.undo()
-        for request_id in [*engine.tier.allowances._waited]:
+        for request_id in [*engine.tier.allowances._requests]:
             engine.tier.allowances.gone(request_id)
