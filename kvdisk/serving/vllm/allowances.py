@@ -110,19 +110,6 @@ class Allowances:
         """Of the RAM tier, for what may still be allowed."""
         return max(0, self._room_rows - self._allowed_rows)
 
-    def waits_still(self, request_id: str) -> bool:
-        """Whether one is not looked at now: it was told to wait, and has no room yet; or another
-        was, and enough has been looked at in this step.
-        """
-        if self._next is None:
-            return False
-        if request_id not in self._no_room:
-            return self._chunks_left <= 0
-        if request_id != self._next:
-            return self._is_behind_next(request_id)
-        self._behind_next.clear()
-        return self._has_no_room_for(self._next_rows)
-
     def wait_for_room(self, request_id: str, look: Look) -> bool:
         """Whether a hit that is not to be split has no room yet. Those before it make some in the
         end; what comes behind it takes none of that, unless the engine asks for it no more.
@@ -195,16 +182,28 @@ class Allowances:
 
     # --- what happens
 
-    def asked_for(self) -> None:
-        """The engine asks for requests in this step. Who could have been taken in the last one
-        (but its adapter has no room, the device has none, or it comes behind others) has no more
-        room: of what was brought up, what others push out is computed; if nothing was, it is
-        looked at anew.
+    def asked_for(self, request_id: str) -> bool:
+        """Whether the engine asks in vain: this one was told to wait, and has no room yet, or
+        another was, and enough has been looked at in this step.
         """
-        if not self._step_is_new:
-            return
-        self._step_is_new = False
-        self._asked_steps += 1
+        if self._step_is_new:
+            self._step_is_new = False
+            self._asked_steps += 1
+            self._give_back()
+        if self._next is None or request_id in self._allowed:
+            return False
+        if request_id not in self._no_room:
+            return self._chunks_left <= 0
+        if request_id != self._next:
+            return self._is_behind_next(request_id)
+        self._behind_next.clear()
+        return self._has_no_room_for(self._next_rows)
+
+    def _give_back(self) -> None:
+        """Who could have been taken in the last step (but its adapter has no room, the device has
+        none, or it comes behind others) has no more room: of what was brought up, what others push
+        out is computed; if nothing was, it is looked at anew.
+        """
         for request_id, allowance in [*self._allowed.items()]:
             request = self._known(request_id)
             if request.loading or allowance.idle_since >= self._asked_steps - 1:

@@ -71,13 +71,11 @@ class KVDiskTieringConnector(PartialLoads, SessionsLeftOut, OffloadingConnector)
         find = partial(super().get_num_new_matched_tokens, request, num_computed_tokens)
         answer: tuple[int | None, bool]
         tier = self._tier
-        if tier is not None:
-            tier.ask(lambda it: it.asked_for(), None)
+        if tier is not None and tier.ask(lambda it: it.asked_for(request.request_id), False):
+            return None, False
         if tier is None or request.request_id in tier.allowances:
             answer = find()
             return answer
-        if tier.ask(lambda it: it.waits_still(request.request_id), False):
-            return None, False
         with tier.allowances.looking(request.request_id) as look:
             answer = find()
         found = answer[0]
