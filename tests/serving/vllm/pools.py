@@ -1,4 +1,4 @@
-"""vLLM's own pool of blocks, full of prompts: for tests and a benchmark without an engine."""
+"""vLLM's own pool of blocks, and who waits for them: for tests and a benchmark with no engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-from kvdisk.serving.vllm.waiting import DeviceCache
+from kvdisk.serving.vllm.waiting import DeviceCache, Waiting
 
 BLOCK_TOKENS = 16
 
@@ -39,3 +39,10 @@ def pool_of(*prompts: list[bytes]) -> tuple[BlockPool, DeviceCache]:
         cache(pool, blocks, prompt)
         pool.free_blocks(reversed(blocks))
     return pool, DeviceCache(pool, [group(0, BLOCK_TOKENS)], served_as_they_come=True)
+
+
+def waiting_for(**prompts: list[bytes]) -> Waiting:
+    waiting = Waiting()
+    for name, prompt in prompts.items():
+        waiting.arrived(name, prompt)
+    return waiting
