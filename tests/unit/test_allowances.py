@@ -145,6 +145,7 @@ def test_in_a_step_no_more_is_looked_at_while_somebody_waits_for_room(
                     assert allowances.wait_for_room(each, found)
                 else:
                     queue.remove(each)
+        assert not allowances.asked_for("first"), "it was looked at before"
     assert looked_at == [["hit 0", "hit 1"], ["hit 2", "hit 3"], ["hit 4", "no hit"], []]
 
 
@@ -295,3 +296,12 @@ def test_who_finds_no_place_on_the_device_keeps_no_room_of_who_comes_first() -> 
         )
         allowances.asked_for("other")
     assert waited == [True] * 3 + [False] * 3, "it may be taken in the step after"
+
+
+def test_who_is_allowed_nothing_has_nothing_to_give_back() -> None:
+    allowances = Allowances(CHUNK, 1, 4)
+    allowances.allow("computed", look({0, 1}), 0)
+    for _ in range(4):
+        allowances.asked_for("other")
+        allowances.step_ended()
+    assert "computed" in allowances, "it need not be looked at again"
