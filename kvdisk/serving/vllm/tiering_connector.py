@@ -88,6 +88,8 @@ class KVDiskTieringConnector(PartialLoads, SessionsLeftOut, OffloadingConnector)
             return None, False
         if found is None:
             answer = find()
+            if answer[0] is not None:  # the RAM tier has no place for what was promised
+                self.load_ended(request.request_id)
         return answer
 
     def _settle(

@@ -149,7 +149,7 @@ class RamTier:
         for number in range(computed // CHUNK, CHUNKS):
             if number not in self.chunks:
                 answer = self.tier.lookup(key(number), self.context)
-                if answer is LookupResult.MISS:
+                if answer is LookupResult.MISS or (answer is LookupResult.HIT and not self.room):
                     break
                 later = True
                 if answer is LookupResult.HIT:
@@ -254,6 +254,19 @@ def test_what_both_tiers_give_is_not_computed(tmp_path: Path) -> None:
         assert (planner._work.to_load, planner._work.to_compute) == (0, 0)
         planner.gone("one")
         assert planner.idle
+    made._tier.shutdown()
+
+
+def test_what_finds_no_place_above_the_disk_is_not_promised_any_more(tmp_path: Path) -> None:
+    """Else the disk counts as busy with it for as long as vLLM passes the request over."""
+    planner = LoadPlanner("auto", token_bytes=1.0, deadline_s=1e6)
+    planner.measured_loads(1e9, time.monotonic())
+    made, ram = tiering_connector(planner, tmp_path)
+    store_everything(ram)
+    ram.room = 0
+    planner.arrived("one", LONG.num_tokens)
+    assert made.get_num_new_matched_tokens(LONG, 0) == (0, False)
+    assert (planner._work.to_load, planner._work.to_compute) == (0, LONG.num_tokens)
     made._tier.shutdown()
 
 
