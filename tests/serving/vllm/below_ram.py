@@ -292,6 +292,7 @@ class Engine:
         assert isinstance(self.ours, KVDiskTieringConnector)
         self.half = self.ours.connector_scheduler
         self.manager = self.half.manager
+        Path(self.manager.primary_tier._mmap_region.mmap_path).unlink()  # vLLM's end would do it
         remember_keys(self.manager)
         self.tier: KVDiskTier = self.ours._tier
         MOVES.rows = np.asarray(self.manager.primary_tier.get_kv_memoryview())
