@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvdisk.open_transfers import TierResult as TierResult
     from kvdisk.scheduler import TierScheduler as TierScheduler
     from kvdisk.tier import DiskTier as DiskTier
+    from kvdisk.transfer import Direction as Direction
     from kvdisk.transfer import RowStatus as RowStatus
     from kvdisk.worker import TierWorker as TierWorker
 
@@ -30,6 +31,7 @@ _HOMES = {
     "BusyError": "errors",
     "ConfigError": "errors",
     "DeviceError": "errors",
+    "Direction": "transfer",
     "DiskTier": "tier",
     "Identity": "identity",
     "KVDiskError": "errors",

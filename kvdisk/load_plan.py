@@ -27,12 +27,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvdisk.config import PartialLoads
+from kvdisk.config import PartialLoads, TierConfig
 from kvdisk.rate_meter import RateMeter
 
 _BELIEVED_S: Final = 60.0  # a rate, without new evidence; then it halves in every such time
 _HALVINGS_MAX: Final = 10
-_AS_STORES: Final = 0.5  # of what the disk gives to stores: before loads have been measured
+_LOADS_PER_STORES: Final = 0.5  # of the rates, as long as no load has been measured
 _PROBE_S: Final = 0.05  # what finding a rate out may cost, by the last one known
 _FIRST_GUESS_BYTES_S: Final = 1e9
 _WORTH_IT: Final = 0.05  # of the time: "auto" leaves a hit whole for less than this
@@ -42,9 +42,22 @@ _FORGETTING: Final = 0.99  # of the largest step, at each one that has prompts i
 # hit a request may end a step later than without a tier, with fewer the disk lies idle.
 _STEPS_BEHIND: Final = 3  # of the GPU: as much of what waits behind counts as work for it
 _LEAST: Final = 0.1  # of a hit: less is not loaded, since a load's end is seen a step later
-_STEPS_QUEUED: Final = 4  # as much may be asked of the disk as takes so many steps of the GPU
-LOAD_DEADLINES_MAX: Final = 5  # no load is waited for longer than so many times its deadline
+# As much may be asked of the disk as takes so many steps of the GPU: with fewer it lies idle where
+# they are long, with more a request waits for what was computed meanwhile.
+_STEPS_QUEUED: Final = 4
+_DEADLINES_MAX: Final = 5  # no load is waited for longer than so many times its deadline
+_DEVICE_PATIENCE_S: Final = (
+    30.0  # the engine's: beyond a load's deadline, until its device has hung
+)
 _STEPS_AHEAD: Final = 64  # many more than are ever given to a GPU before the output of the first
+
+
+def longest_transfer_s(config: TierConfig) -> float:
+    """By then a transfer has ended, unless a copy of it hangs in the device: until the device is
+    done with its blocks, and in its own time from then on.
+    """
+    longest_ns = max(_DEADLINES_MAX * config.load_deadline_ns, config.store_deadline_ns)
+    return 2 * longest_ns / 1e9 + _DEVICE_PATIENCE_S
 
 
 class _MeasuredRate:
@@ -276,14 +289,15 @@ class LoadPlanner:
         return wanted
 
     def load_within_s(self, now_s: float) -> float:
-        """How long the load that was planned last may take: what comes later is a miss.
+        """How long a load that begins now may take: what comes later is a miss.
 
-        The deadline, and where more than half of it was planned, so much longer.
+        The deadline; where the queue may be longer than half of it, what is in the queue and half
+        of it: never more than five of them.
         """
         rate = None if self._mode == "off" else self._believed_rate(now_s)
-        planned_s = self._work.to_load * self._token_bytes / rate if rate else 0.0
-        most_s = LOAD_DEADLINES_MAX * self._deadline_s
-        return min(max(self._deadline_s, planned_s + self._deadline_s / 2), most_s)
+        queued_s = self._work.to_load * self._token_bytes / rate if rate else 0.0
+        longest_s = min(queued_s, self._queue_limit_s()) + self._deadline_s / 2
+        return max(self._deadline_s, longest_s)
 
     # --- steps of the above
 
@@ -291,7 +305,7 @@ class LoadPlanner:
         rate = self._believed_rate(now_s)
         wanted = 0 if rate is None else self._best_split(others, hit_tokens, free_tokens, rate)
         if now_s - self._loads.at_s > _BELIEVED_S:
-            as_stores = _AS_STORES * (self._stores.measured or 0.0)
+            as_stores = _LOADS_PER_STORES * (self._stores.measured or 0.0)
             probe_bytes = _PROBE_S * (self._loads.measured or as_stores or _FIRST_GUESS_BYTES_S)
             room = max(0.0, probe_bytes / self._token_bytes - others.to_load)
             wanted = max(wanted, min(hit_tokens, math.ceil(room)))
@@ -324,14 +338,15 @@ class LoadPlanner:
         """What may be asked of the disk at a time. A load's end is seen a step or two later: with
         less than some steps in the queue the disk would lie idle where they are long.
         """
-        longest_s = (LOAD_DEADLINES_MAX - 0.5) * self._deadline_s
+        longest_s = (_DEADLINES_MAX - 0.5) * self._deadline_s
         return min(max(self._deadline_s / 2, _STEPS_QUEUED * self._steps.step_s), longest_s)
 
     def _believed_rate(self, now_s: float) -> float | None:
         """Bytes a second that loads get; None: nothing is known."""
-        rate = self._loads.believed(now_s)
+        if self._loads.measured is not None:
+            return self._loads.believed(now_s)
         as_stores = self._stores.believed(now_s)
-        return rate or (as_stores and _AS_STORES * as_stores)
+        return None if as_stores is None else _LOADS_PER_STORES * as_stores
 
     def _work_of_others(self, request_id: str) -> _Work:
         others = replace(self._work)

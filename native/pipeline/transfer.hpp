@@ -47,7 +47,7 @@ struct Transfer {
     // 0: nothing.
     std::uint64_t event = 0;
     // Every row has ended by then. A load's counts anew from when its event is seen to have
-    // happened: until then it is the device that keeps it waiting, not the disk.
+    // happened: until then it is the device that keeps it waiting, and it is 30 s later.
     std::int64_t deadline_ns = time_never;
     // Store: a row that has no buffer by then is refused. The time until the event does not count.
     std::int64_t start_by_ns = time_never;
@@ -93,6 +93,7 @@ class TransferList {
         gone->*Link = nullptr;
     }
 
+    // `gone` is in the list.
     void remove(const Transfer* gone) noexcept {
         Transfer* before = nullptr;
         for (Transfer* at = head_; at != gone; at = at->*Link) before = at;

@@ -97,21 +97,21 @@ def test_who_waits_for_room_is_not_looked_at_again_until_there_is_some() -> None
     allowances = Allowances(CHUNK, 1, 4, whole=True)
     large, small = look({0, 1, 2}), look({0, 1})
     allowances.allow("first", small, 2 * CHUNK)
-    assert not allowances.asked_for("large"), "it may have nothing on the disk"
+    assert not allowances.must_wait("large"), "it may have nothing on the disk"
     assert allowances.wait_for_room("large", large)
     assert allowances.wait_for_room("small", small)
     for _ in range(9):
-        assert allowances.asked_for("large")
-        assert allowances.asked_for("small")
-        assert not allowances.asked_for("new")
-    assert not allowances.asked_for("small"), "the large one was not asked for"
-    assert allowances.asked_for("large")
+        assert allowances.must_wait("large")
+        assert allowances.must_wait("small")
+        assert not allowances.must_wait("new")
+    assert not allowances.must_wait("small"), "the large one was not asked for"
+    assert allowances.must_wait("large")
     allowances.settled("first")
-    assert not allowances.asked_for("large"), "there is room"
-    assert allowances.asked_for("small")
+    assert not allowances.must_wait("large"), "there is room"
+    assert allowances.must_wait("small")
     assert not allowances.wait_for_room("large", large)
     allowances.allow("large", large, 3 * CHUNK)
-    assert not allowances.asked_for("small")
+    assert not allowances.must_wait("small")
     for each in ("large", "small"):
         allowances.gone(each)
     assert not allowances
@@ -126,17 +126,17 @@ def test_in_a_step_no_more_is_looked_at_while_somebody_waits_for_room(
     monkeypatch.setattr("kvdisk.serving.vllm.allowances._STEP_CHUNKS", 8)
     allowances = Allowances(CHUNK, 1, 4, whole=True)
     allowances.arrived("first")
-    allowances.asked_for("other")
+    allowances.must_wait("other")
     allowances.allow("first", look({0, 1, 2}), 3 * CHUNK)
     allowances.load_began("first")
     looked_at: list[list[str]] = []
     queue = [*(f"hit {number}" for number in range(5)), "no hit"]
     for _ in range(4):
         allowances.step_ended()
-        allowances.asked_for("other")
+        allowances.must_wait("other")
         looked_at.append([])
         for each in [*queue]:
-            if not allowances.asked_for(each):
+            if not allowances.must_wait(each):
                 looked_at[-1].append(each)
                 with allowances.looking(each) as found:
                     for end in (CHUNK, 2 * CHUNK, 3 * CHUNK)[: 3 * each.startswith("hit")]:
@@ -145,7 +145,7 @@ def test_in_a_step_no_more_is_looked_at_while_somebody_waits_for_room(
                     assert allowances.wait_for_room(each, found)
                 else:
                     queue.remove(each)
-        assert not allowances.asked_for("first"), "it was looked at before"
+        assert not allowances.must_wait("first"), "it was looked at before"
     assert looked_at == [["hit 0", "hit 1"], ["hit 2", "hit 3"], ["hit 4", "no hit"], []]
 
 
@@ -257,7 +257,7 @@ def test_who_is_passed_over_keeps_no_room_that_others_need(load: str) -> None:
     allowances = Allowances(CHUNK, 1, 4)
     for each in ("first", "passed over"):
         allowances.arrived(each)
-        allowances.asked_for("other")
+        allowances.must_wait("other")
         allowances.allow(each, look({0, 1}), 2 * CHUNK)
         if load != "refused":
             allowances.load_began(each)
@@ -267,7 +267,7 @@ def test_who_is_passed_over_keeps_no_room_that_others_need(load: str) -> None:
         assert allowances.rows_left == 0
         allowances.step_ended()
         allowances.step_ended()  # nobody was asked for in between
-        allowances.asked_for("other")
+        allowances.must_wait("other")
     assert allowances.rows_left == (0 if load == "under way" else 4)
     for each in ("first", "passed over"):
         assert (each in allowances) == (load != "refused"), "it waits for the disk once"
@@ -282,7 +282,7 @@ def test_who_finds_no_place_on_the_device_keeps_no_room_of_who_comes_first() -> 
     allowances = Allowances(CHUNK, 1, 4, whole=True)
     for each in ("urgent", "other"):
         allowances.arrived(each)
-    allowances.asked_for("other")
+    allowances.must_wait("other")
     allowances.allow("other", look({0, 1, 2}), 3 * CHUNK)
     allowances.load_began("other")
     waited = []
@@ -290,11 +290,11 @@ def test_who_finds_no_place_on_the_device_keeps_no_room_of_who_comes_first() -> 
         allowances.step_ended()
         if step == 2:
             allowances.load_ended("other", whole=True)
-        allowances.asked_for("other")
+        allowances.must_wait("other")
         waited.append(
-            allowances.asked_for("urgent") or allowances.wait_for_room("urgent", look({0, 1}))
+            allowances.must_wait("urgent") or allowances.wait_for_room("urgent", look({0, 1}))
         )
-        allowances.asked_for("other")
+        allowances.must_wait("other")
     assert waited == [True] * 3 + [False] * 3, "it may be taken in the step after"
 
 
@@ -302,6 +302,6 @@ def test_who_is_allowed_nothing_has_nothing_to_give_back() -> None:
     allowances = Allowances(CHUNK, 1, 4)
     allowances.allow("computed", look({0, 1}), 0)
     for _ in range(4):
-        allowances.asked_for("other")
+        allowances.must_wait("other")
         allowances.step_ended()
     assert "computed" in allowances, "it need not be looked at again"

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvdisk.load_plan import LoadPlanner, PrefillMeter
+from kvdisk.config import TierConfig
+from kvdisk.load_plan import LoadPlanner, PrefillMeter, longest_transfer_s
 from kvdisk.rate_meter import RateMeter
 from tests.unit.overlapping_server import STEP_TOKENS, TOKEN_BYTES, TOKENS, OverlappingServer
 
@@ -169,14 +170,34 @@ def test_a_load_may_take_as_long_as_was_planned_for_it() -> None:
         assert within_s == {"first": 2.0, "next": 3.5, "last": 5.0}[name], "4 steps of 1 s at most"
         planner.load_began(name, hit)
     planner.measured_loads(100.0, 1.0)
-    assert planner.load_within_s(1.0) == 10.0
+    assert planner.load_within_s(1.0) == 5.0, "a disk that has become slow is given no more"
+
+
+def test_where_steps_are_short_no_load_has_more_than_its_deadline() -> None:
+    planner = LoadPlanner("auto", token_bytes=1.0, deadline_s=2.0)
+    planner.measured_loads(1e6, 0.0)
+    planner.arrived("this", 10_000_000)
+    planner.tokens_to_load("this", 900_000, 9_100_000, 0.0)
+    planner.measured_loads(0.0, 1.0)
+    assert planner.load_within_s(1.0) == 2.0
+    planner = LoadPlanner("off", token_bytes=1.0, deadline_s=2.0)
+    planner.measured_loads(1.0, 0.0)
+    planner.arrived("this", 100)
+    planner.tokens_to_load("this", 100, 0, 0.0)
+    assert planner.load_within_s(0.0) == 2.0
+
+
+def test_no_load_is_waited_for_longer_than_its_adapters_are() -> None:
+    config = TierConfig.from_mapping({"path": "/x", "capacity": "1GiB", "load_deadline": "3s"})
+    assert longest_transfer_s(config) == 60.0
+    longer = TierConfig.from_mapping({"path": "/x", "capacity": "1GiB", "store_deadline": "20s"})
+    assert longest_transfer_s(longer) == 70.0
 
 
 def test_before_a_load_was_measured_half_of_what_stores_get_is_believed() -> None:
-    def wanted(*, stores: float | None, loads: float | None, now_s: float) -> int:
+    def wanted(*, stores: float, loads: float | None, now_s: float, stores_s: float = 1.0) -> int:
         planner = _planner(None)
-        if stores is not None:
-            planner.measured_stores(stores, 1.0)
+        planner.measured_stores(stores, stores_s)
         if loads is not None:
             planner.measured_loads(loads, 1.0)
         for name in ("before", "this"):
@@ -188,6 +209,9 @@ def test_before_a_load_was_measured_half_of_what_stores_get_is_believed() -> Non
     assert wanted(stores=4000.0, loads=3000.0, now_s=1.0) == 3000
     assert wanted(stores=4000.0, loads=None, now_s=121.0) == 1000
     assert wanted(stores=4000.0, loads=None, now_s=1e9) == 100, "what finding out may cost"
+    assert wanted(stores=4000.0, loads=1.0, now_s=1000.0, stores_s=999.0) == 1, (
+        "it is known to be slow"
+    )
 
 
 @pytest.mark.parametrize("deadline_s", [2.0, 10.0])

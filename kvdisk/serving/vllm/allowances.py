@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-# Looked at in a step of the engine while somebody waits for room: some 15 milliseconds.
+# That the RAM tier lacks, looked at in a step of the engine while somebody waits for room.
 _STEP_CHUNKS: Final = 2048
 
 
@@ -182,9 +182,9 @@ class Allowances:
 
     # --- what happens
 
-    def asked_for(self, request_id: str) -> bool:
-        """Whether the engine asks in vain: this one was told to wait, and has no room yet, or
-        another was, and enough has been looked at in this step.
+    def must_wait(self, request_id: str) -> bool:
+        """The engine asks for it: whether it must wait, since it has no room yet, or others wait
+        for room and enough was looked at in this step.
         """
         if self._step_is_new:
             self._step_is_new = False
@@ -234,12 +234,10 @@ class Allowances:
     def load_began(self, request_id: str) -> None:
         self._known(request_id).loading = True
 
-    def load_ended(self, request_id: str, *, whole: bool, others: bool = False) -> None:
-        """Something was brought up for a request, or ``whole`` of it was not. ``others``: of its
-        loads are under way.
-        """
+    def load_ended(self, request_id: str, *, whole: bool, still_loading: bool = False) -> None:
+        """A load of it has ended, ``whole`` or not; ``still_loading``: others are under way."""
         request = self._known(request_id)
-        request.loading, request.served = others, True
+        request.loading, request.served = still_loading, True
         request.in_vain |= not whole
         if request_id in self._allowed:
             self._allowed[request_id].idle_since = self._asked_steps

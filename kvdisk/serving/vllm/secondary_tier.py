@@ -35,7 +35,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvdisk import DiskTier, Identity, Layout, RowStatus, TierConfig
-from kvdisk.load_plan import LOAD_DEADLINES_MAX
+from kvdisk.load_plan import longest_transfer_s
 from kvdisk.metrics import TierCounters
 from kvdisk.serving.vllm.allowances import Allowances
 from kvdisk.serving.vllm.events import ChunkEvents
@@ -68,7 +68,6 @@ _UNKNOWN_BACKEND: Final = (
 _HIT: Final = LookupResult.HIT
 _MISS: Final = LookupResult.MISS
 _LATER: Final = LookupResult.RETRY
-_SLACK_S: Final = 30.0  # beyond the longest deadline
 # Of the RAM tier's rows: two shares may be held until they are stored, one for what was brought up.
 # The fourth is left for what vLLM moves between GPU and RAM tier.
 _SHARES: Final = 4
@@ -117,8 +116,7 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         config, content = _settings(offloading_spec, layout, weights, identity, options)
         self._held_rows_max = max(1, config.store_queue_bytes // layout.block_bytes)
         self._held_rows = 0  # of the RAM tier, until a store ends
-        longest_ns = max(LOAD_DEADLINES_MAX * config.load_deadline_ns, config.store_deadline_ns)
-        self._drain_limit_s = longest_ns / 1e9 + _SLACK_S
+        self._drain_limit_s = longest_transfer_s(config)
         wanted = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = ChunkEvents(wanted=wanted, locality=self.locality)
         self._tier = DiskTier.open(layout, content, config, direct_stores=True, tell_removed=wanted)
@@ -307,7 +305,7 @@ class KVDiskTier(Failsafe, SecondaryTierManager):  # type: ignore[misc]
         request_id = ended.of_vllm.req_context.req_id
         loads = (job for job in self._jobs.values() if job.is_load and job is not ended)
         others = any(job.of_vllm.req_context.req_id == request_id for job in loads)
-        self.allowances.load_ended(request_id, whole=whole, others=others)
+        self.allowances.load_ended(request_id, whole=whole, still_loading=others)
         if self.load_listener is not None and not others:
             self.load_listener.load_ended(request_id)
 

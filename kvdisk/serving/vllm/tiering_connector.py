@@ -71,7 +71,7 @@ class KVDiskTieringConnector(PartialLoads, SessionsLeftOut, OffloadingConnector)
         find = partial(super().get_num_new_matched_tokens, request, num_computed_tokens)
         answer: tuple[int | None, bool]
         tier = self._tier
-        if tier is not None and tier.ask(lambda it: it.asked_for(request.request_id), False):
+        if tier is not None and tier.ask(lambda it: it.must_wait(request.request_id), False):
             return None, False
         if tier is None or request.request_id in tier.allowances:
             answer = find()

@@ -45,7 +45,8 @@ class Waiting:
     """Requests that vLLM has not begun with, in the order in which they came.
 
     What is wanted is known of the first of them, as far as ``hashes_max`` hashes go: one that
-    several want counts for each, so that neither memory nor a call's time grow with the queue.
+    several want counts for each, so that what is counted, and a call's time, do not grow with
+    the queue.
     """
 
     def __init__(self, hashes_max: int = _HASHES_MIN) -> None:

@@ -25,14 +25,13 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvdisk import ConfigError, Identity, Layout, RowStatus, TierConfig, TierWorker
-from kvdisk.load_plan import LOAD_DEADLINES_MAX
+from kvdisk.load_plan import longest_transfer_s
 from kvdisk.messages import Clear, PathState, RankOpened, RankReport, RankResult
 from kvdisk.serving.vllm.failsafe import Failsafe, failsafe, logger
 from kvdisk.serving.vllm.manager import KVDiskLoadStoreSpec
 
 _NO_BLOCK: Final = -1
 _LATE_EVENTS_MAX: Final = 1024  # of transfers that ran into their deadlines: perhaps still in use
-_SLACK_S: Final = 30.0  # beyond the longest deadline: then a copy hangs in the device
 
 
 @dataclass
@@ -74,8 +73,7 @@ class KVDiskWorker(Failsafe, OffloadingWorker):  # type: ignore[misc]
         self._tensors = tensors
         self._blocks_per_chunk = blocks_per_chunk
         self._block_bytes = layout.block_bytes
-        longest_ns = max(LOAD_DEADLINES_MAX * config.load_deadline_ns, config.store_deadline_ns)
-        self._flush_limit_s = longest_ns / 1e9 + _SLACK_S
+        self._flush_limit_s = longest_transfer_s(config)
         self._device = tensors[0].device
         self.tier_worker = TierWorker.open(
             layout, identity, config, rank=rank, world_size=world_size, block_bytes=block_bytes

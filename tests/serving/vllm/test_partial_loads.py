@@ -214,7 +214,7 @@ def test_a_request_that_vllm_does_not_look_up_keeps_its_chance(tmp_path: Path) -
 def test_one_that_waits_for_room_is_not_looked_up(tmp_path: Path) -> None:
     planner = Planner(0)
     made, _ = tiering_connector(planner, tmp_path)
-    made._tier.allowances.asked_for = lambda request_id: request_id == "one"
+    made._tier.allowances.must_wait = lambda request_id: request_id == "one"
     assert made.get_num_new_matched_tokens(LONG, 0) == (None, False)
     assert not planner.asked
     made._tier.shutdown()

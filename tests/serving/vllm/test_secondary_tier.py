@@ -303,7 +303,7 @@ def test_who_is_passed_over_keeps_its_room_until_all_of_its_loads_have_ended(rig
 
     def rows_left() -> int:
         for _ in range(4):
-            allowances.asked_for("other")
+            allowances.must_wait("other")
             allowances.step_ended()
         return allowances.rows_left
 
