@@ -15,13 +15,14 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 PATIENCE_S = 300
+BLOCK_TOKENS = 32
 ENGINE_OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
     "max_model_len": 1024,
     "seed": 0,
     "gpu_memory_utilization": 0.3,
-    "block_size": 32,
+    "block_size": BLOCK_TOKENS,
     "enable_prefix_caching": True,
     "max_num_seqs": 4,
     "num_gpu_blocks_override": 64,

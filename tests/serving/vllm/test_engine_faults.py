@@ -17,6 +17,7 @@ import pytest
 from tests.faults.disks import fill, freeze, loop_disk, loop_ext4, thaw
 from tests.faults.fuse_disk import fuse_disk, needs_fuse
 from tests.serving.vllm.engines import (
+    BLOCK_TOKENS,
     CACHED,
     MODES,
     PROMPTS,
@@ -141,16 +142,24 @@ def test_a_frozen_disk(mode: Mode, model: Path, reference: list[list[int]], tmp_
     with loop_ext4(tmp_path, size_mib=128) as mount:
         transfer = mode(mount / "kv", store_deadline="500ms")
         with engine(tmp_path / "log", **options(model, transfer)) as one:
-            assert tokens(one.generate(0, 1, 2)) == reference[:3]
-            stored = one.metric("vllm:kvdisk_blocks_stored")
+            stored = 3 * CACHED // BLOCK_TOKENS
+
+            def all_is_stored() -> bool:
+                assert tokens(one.generate(0, 1, 2)) == reference[:3]
+                return one.metric("vllm:kvdisk_blocks_stored") == stored
+
+            until(all_is_stored)
             freeze(mount)
-            for _ in range(2):
+
+            def given_up_and_loaded() -> bool:
                 assert tokens(one.generate(*PROMPTS)) == reference
+                given_up = one.metric('vllm:kvdisk_refusals{"reason": "timed_out"}') > 0
+                return given_up and one.metric("vllm:kvdisk_blocks_loaded") > 0
+
+            until(given_up_and_loaded)
             assert thaw(mount), "the answers came only when the disk did"
             assert one.metric("vllm:kvdisk_blocks_stored") == stored
-            assert one.metric('vllm:kvdisk_refusals{"reason": "timed_out"}') > 0
             assert one.metric("vllm:kvdisk_slots_quarantined") > 0
-            assert one.metric("vllm:kvdisk_blocks_loaded") > 0
             until(lambda: came_back(one, reference))
             assert one.metric("vllm:kvdisk_blocks_stored") > stored
             assert_nothing_left(one)
