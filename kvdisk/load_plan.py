@@ -14,9 +14,8 @@ disk loads for the one that is asked for now.
 
 What always holds:
     * No amount is negative, the sums are those of the requests, and zero when all have gone.
-    * A disk whose rate is not known is asked for little, until it has shown what it can do: with
-      loads, or with stores, of whose rate half is believed. A rate is believed for a minute; then
-      it counts for less and less, until it is measured again.
+    * A disk whose rate is not known is asked for little, until it has shown what it can do. A rate
+      is believed for a minute; then it counts for less and less, until it is measured again.
 """
 
 from __future__ import annotations
@@ -32,11 +31,12 @@ from kvdisk.rate_meter import RateMeter
 
 _BELIEVED_S: Final = 60.0  # a rate, without new evidence; then it halves in every such time
 _HALVINGS_MAX: Final = 10
-_LOADS_PER_STORES: Final = 0.5  # of the rates, as long as no load has been measured
+_LOADS_PER_STORES: Final = 0.5  # of the rates: a guess, as long as no load has been measured
 _PROBE_S: Final = 0.05  # what finding a rate out may cost, by the last one known
 _FIRST_GUESS_BYTES_S: Final = 1e9
 _WORTH_IT: Final = 0.05  # of the time: "auto" leaves a hit whole for less than this
 _FULL_STEP: Final = 0.5  # of the largest step: smaller ones say little about the GPU's rate
+_HELD_UP: Final = 3.0  # times as long as expected: what a step takes beyond that was not the GPU
 _FORGETTING: Final = 0.99  # of the largest step, at each one that has prompts in it
 # Both were chosen in the model of tests/unit/overlapping_server.py: with more steps or less of a
 # hit a request may end a step later than without a tier, with fewer the disk lies idle.
@@ -58,24 +58,6 @@ def longest_transfer_s(config: TierConfig) -> float:
     """
     longest_ns = max(_DEADLINES_MAX * config.load_deadline_ns, config.store_deadline_ns)
     return 2 * longest_ns / 1e9 + _DEVICE_PATIENCE_S
-
-
-class _MeasuredRate:
-    """Of a disk, in bytes a second."""
-
-    def __init__(self) -> None:
-        self.measured: float | None = None
-        self.at_s = -math.inf
-
-    def set(self, bytes_per_s: float, now_s: float) -> None:
-        self.measured, self.at_s = bytes_per_s, now_s
-
-    def believed(self, now_s: float) -> float | None:
-        """The longer ago it was measured, the less; None: nothing is known of it."""
-        halvings = max(0.0, (now_s - self.at_s) / _BELIEVED_S - 1)
-        if self.measured is None or halvings > _HALVINGS_MAX:
-            return None
-        return float(self.measured * 0.5**halvings)
 
 
 class PrefillMeter:
@@ -125,7 +107,8 @@ class PrefillMeter:
             return
         self._largest = max(_FORGETTING * self._largest, float(tokens))
         if tokens >= _FULL_STEP * self._largest:
-            self._meter.add(tokens, seconds)
+            expected_s = tokens / self._meter.rate if self._meter.rate else math.inf
+            self._meter.add(tokens, min(seconds, _HELD_UP * expected_s))
 
 
 @dataclass
@@ -175,8 +158,9 @@ class LoadPlanner:
         self._deadline_s = deadline_s
         self._loads_have_room = loads_have_room
         self._steps = PrefillMeter()
-        self._loads = _MeasuredRate()
-        self._stores = _MeasuredRate()
+        self._load_rate: float | None = None  # bytes per second
+        self._load_rate_at_s = -math.inf
+        self._store_rate = 0.0
         self._requests: dict[str, _Request] = {}
         self._work = _Work()
 
@@ -240,11 +224,11 @@ class LoadPlanner:
 
     def measured_loads(self, bytes_per_s: float, now_s: float) -> None:
         """What the slowest rank's disk gives now: nothing counts as a token a second."""
-        self._loads.set(max(bytes_per_s, self._token_bytes), now_s)
+        self._load_rate, self._load_rate_at_s = max(bytes_per_s, self._token_bytes), now_s
 
-    def measured_stores(self, bytes_per_s: float, now_s: float) -> None:
-        """What it takes: a guess at what it gives, as long as it has given nothing."""
-        self._stores.set(max(bytes_per_s, self._token_bytes), now_s)
+    def measured_stores(self, bytes_per_s: float) -> None:
+        """What it takes: how much is asked of it to find out what it gives."""
+        self._store_rate = bytes_per_s
 
     def gone(self, request_id: str) -> None:
         """A request has ended."""
@@ -304,9 +288,9 @@ class LoadPlanner:
     def _wanted(self, others: _Work, hit_tokens: int, free_tokens: int, now_s: float) -> int:
         rate = self._believed_rate(now_s)
         wanted = 0 if rate is None else self._best_split(others, hit_tokens, free_tokens, rate)
-        if now_s - self._loads.at_s > _BELIEVED_S:
-            as_stores = _LOADS_PER_STORES * (self._stores.measured or 0.0)
-            probe_bytes = _PROBE_S * (self._loads.measured or as_stores or _FIRST_GUESS_BYTES_S)
+        if now_s - self._load_rate_at_s > _BELIEVED_S:
+            guess = _LOADS_PER_STORES * self._store_rate or _FIRST_GUESS_BYTES_S
+            probe_bytes = _PROBE_S * (self._load_rate or guess)
             room = max(0.0, probe_bytes / self._token_bytes - others.to_load)
             wanted = max(wanted, min(hit_tokens, math.ceil(room)))
         return wanted
@@ -342,11 +326,10 @@ class LoadPlanner:
         return min(max(self._deadline_s / 2, _STEPS_QUEUED * self._steps.step_s), longest_s)
 
     def _believed_rate(self, now_s: float) -> float | None:
-        """Bytes a second that loads get; None: nothing is known."""
-        if self._loads.measured is not None:
-            return self._loads.believed(now_s)
-        as_stores = self._stores.believed(now_s)
-        return None if as_stores is None else _LOADS_PER_STORES * as_stores
+        halvings = max(0.0, (now_s - self._load_rate_at_s) / _BELIEVED_S - 1)
+        if self._load_rate is None or halvings > _HALVINGS_MAX:
+            return None
+        return float(self._load_rate * 0.5**halvings)
 
     def _work_of_others(self, request_id: str) -> _Work:
         others = replace(self._work)

@@ -16,7 +16,13 @@ class RateMeter:
         self._seconds = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        """``amount`` was done in ``seconds`` (not negative) of being busy."""
+        """``amount`` was done in ``seconds`` (not negative) of being busy.
+
+        One measurement counts for no longer than the memory is: a process that was stopped for a
+        minute has not become slow for as long.
+        """
+        if seconds > _MEMORY_S:
+            amount, seconds = amount * _MEMORY_S / seconds, _MEMORY_S
         kept = math.exp(-seconds / _MEMORY_S)
         self._amount = self._amount * kept + amount
         self._seconds = self._seconds * kept + seconds

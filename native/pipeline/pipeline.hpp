@@ -136,7 +136,7 @@ class Pipeline {
     Progress progress(Direction direction) const noexcept;
 
     // Ends what is overdue. Between steps, or while the backend's `submit` has not returned.
-    void end_overdue() { expire_due(clock_.now_ns()); }
+    void end_overdue();
 
     // From this time on every deadline counts as passed. The only call allowed from any thread.
     void end_by(std::int64_t time_ns) noexcept { end_by_ns_ = time_ns; }

@@ -9,6 +9,12 @@
 
 namespace kvdisk {
 
+void Pipeline::end_overdue() {
+    const std::int64_t now = clock_.now_ns();
+    poll_devices(now);
+    expire_due(now);
+}
+
 void Pipeline::expire_due(std::int64_t now) {
     const std::int64_t end_by_ns = end_by_ns_;
     if (now >= std::min(expiry_next_ns_, end_by_ns)) {

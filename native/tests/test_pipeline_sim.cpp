@@ -387,6 +387,25 @@ TEST_CASE("pipeline: a load whose blocks the device still uses is not late") {
     fixture.run(1'000 * ms);
 }
 
+TEST_CASE(
+    "pipeline: a load behind an event ends in time when only its overdue rows are looked for") {
+    // Found by an attack: as when the thread hangs in a submission and others stand in for it.
+    constexpr std::int64_t ms = 1'000'000;
+    Fixture fixture;
+    CHECK(fixture.move(Direction::store, 1) == RowStatus::ok);
+    const std::uint64_t event = fixture.copier.make_event(fixture.now_ns(), false, nullptr);
+    const Transfer& load =
+        fixture.submit_row(Direction::load, {2, 1, make_key(1)}, 500 * ms, time_never, event);
+    fixture.pipeline->end_overdue();
+    fixture.disk.wait(fixture.now_ns() + 490 * ms);
+    fixture.pipeline->end_overdue();
+    CHECK(load.results[0].status == RowStatus::pending);
+    fixture.disk.wait(fixture.now_ns() + 20 * ms);
+    fixture.pipeline->end_overdue();
+    CHECK(load.results[0].status == RowStatus::timed_out);
+    fixture.run(1'000 * ms);
+}
+
 TEST_CASE("pipeline: loads that wait behind others have all their time once the device is done") {
     // Found by an attack: only the first copy of a load told that the device was done with it.
     constexpr std::int64_t ms = 1'000'000;

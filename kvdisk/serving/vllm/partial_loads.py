@@ -30,7 +30,7 @@ class PartialLoads(KeepWaiting):
     connector_scheduler: Any
     planner: LoadPlanner | None = None
     _disk_rate: Callable[[Direction], float | None]
-    _rates_seen: dict[Direction, float]
+    _load_rate_seen: float | None = None
     _on_gpu: int = 0  # tokens that the GPU has already of the request asked for last
 
     def plan_loads(
@@ -49,7 +49,6 @@ class PartialLoads(KeepWaiting):
             loads_have_room=loads_have_room,
         )
         self._disk_rate = disk_rate
-        self._rates_seen = {}
         self.keep_waiting(config)
 
     def ask_planner(self, ask: Callable[[LoadPlanner], Answer], otherwise: Answer) -> Answer:
@@ -128,12 +127,11 @@ class PartialLoads(KeepWaiting):
     def _progressed(self, planner: LoadPlanner, loaded: Iterable[str], now_s: float) -> None:
         for request_id in loaded:
             planner.load_ended(request_id)
-        told = {Direction.LOAD: planner.measured_loads, Direction.STORE: planner.measured_stores}
-        for direction, tell in told.items():
-            rate = self._disk_rate(direction)
-            if rate is not None and rate != self._rates_seen.get(direction):
-                self._rates_seen[direction] = rate
-                tell(rate, now_s)
+        rate = self._disk_rate(Direction.LOAD)
+        if rate is not None and rate != self._load_rate_seen:
+            self._load_rate_seen = rate
+            planner.measured_loads(rate, now_s)
+        planner.measured_stores(self._disk_rate(Direction.STORE) or 0.0)
 
     def take_events(self) -> Iterable[Any]:
         """The only call of vLLM's for every step whose output is there."""

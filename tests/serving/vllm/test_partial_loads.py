@@ -362,7 +362,7 @@ def test_each_of_vllms_calls_reaches_vllm_too(works: bool, monkeypatch: pytest.M
     if works:  # the rate has come through: as much as the disk gives until half the deadline
         planner.arrived("two", TOKENS)
         assert planner.tokens_to_load("two", HIT, 0, time.monotonic()) == 1000
-        assert planner._stores.measured == 500
+        assert planner._store_rate == 500
         assert made.load_within_s() == 2.0
 
 
