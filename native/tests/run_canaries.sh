@@ -8,7 +8,7 @@ set -euo pipefail
 
 cd "$(dirname "$0")/../.."
 build=${1:-build/canaries}
-ops=${2:-400000}
+ops=${2:-2000000}  # with fewer, the rarest of them (13) is found with two seeds of three
 soak=$build/soak
 
 cmake -S native -B "$build" -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release \
@@ -20,7 +20,7 @@ last=$(sed -n 's/.*--canary 0\.\.\([0-9]*\).*/\1/p' <<<"$usage")
 [[ $last -ge 1 ]]
 
 # These break an assertion of the pipeline or of the simulator, sooner or later.
-may_abort=" 3 10 "
+may_abort=" 3 10 14 "
 
 # Prints the soak's exit status.
 run() {
