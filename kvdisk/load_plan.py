@@ -46,9 +46,7 @@ _LEAST: Final = 0.1  # of a hit: less is not loaded, since a load's end is seen 
 # they are long, with more a request waits for what was computed meanwhile.
 _STEPS_QUEUED: Final = 4
 _DEADLINES_MAX: Final = 5  # no load is waited for longer than so many times its deadline
-_DEVICE_PATIENCE_S: Final = (
-    30.0  # the engine's: beyond a load's deadline, until its device has hung
-)
+_DEVICE_PATIENCE_S: Final = 30.0  # of the engine: beyond a load's deadline, with its device
 _STEPS_AHEAD: Final = 64  # many more than are ever given to a GPU before the output of the first
 
 

@@ -82,7 +82,7 @@ class PartialLoads(KeepWaiting):
         return self.ask_planner(ask, hit_tokens)
 
     def load_within_s(self) -> float | None:
-        """How long the load that was decided on last may take; None: as configured."""
+        """How long a load that begins now may take; None: as configured."""
         return self.ask_planner(lambda it: it.load_within_s(time.monotonic()), None)
 
     # --- what happens, as our own halves know it
