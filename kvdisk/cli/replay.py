@@ -43,6 +43,12 @@ from kvdisk.errors import ConfigError
 @click.option("--prefill-rate", type=float, default=40_000.0, help="Tokens a second, in the model.")
 @click.option("--load-rate", default="2GB", help="Bytes a second that simulated loads get.")
 @click.option(
+    "--partial-loads",
+    type=click.Choice(["auto", "on", "off"]),
+    default="auto",
+    help="Of a hit, in the model: load what pays, or all of it (off).",
+)
+@click.option(
     "--device-cache", metavar="SIZE", help="An LRU cache before the tier.  [default: none]"
 )
 @click.option("--limit", type=int, default=0, help="Only so many requests; 0 is all.")

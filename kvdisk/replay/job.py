@@ -10,7 +10,7 @@ from typing import Final, TypeVar, get_args
 
 from kvdisk.bench.job import Geometry, existing_directory, geometry_of_size
 from kvdisk.bench.presets import find_preset
-from kvdisk.config import Admission, Backend, Direct, Eviction, TierConfig
+from kvdisk.config import Admission, Backend, Direct, Eviction, PartialLoads, TierConfig
 from kvdisk.errors import ConfigError
 from kvdisk.placement import Placement
 from kvdisk.replay.synthetic import PREFIX, generate, parse_synthetic
@@ -48,6 +48,7 @@ class ReplayJob:
     """Sizes in bytes. ``speed`` is a factor on the trace's time, 0 as fast as it goes.
 
     ``prefill_rate`` is tokens a second; ``load_rate`` bytes a second, of the simulated disk.
+    ``partial_loads``: how much of a hit is loaded, in the model alone.
     ``device_blocks`` blocks are cached in front of the tier, 0 for none. ``path`` is None when
     nothing but simulation is asked for.
     """
@@ -59,6 +60,7 @@ class ReplayJob:
     speed: float
     prefill_rate: float
     load_rate: int
+    partial_loads: PartialLoads
     device_blocks: int
     backend: Backend
     direct: Direct
@@ -90,6 +92,7 @@ class Options:
     speed: str = "max"
     prefill_rate: float = 40_000.0
     load_rate: str = "2GB"
+    partial_loads: PartialLoads = "auto"
     limit: int = 0
     device_cache: str | None = None
     backend: Backend = "auto"
@@ -135,6 +138,7 @@ def make_job(options: Options) -> ReplayJob:
         speed=speed,
         prefill_rate=options.prefill_rate,
         load_rate=load_rate,
+        partial_loads=options.partial_loads,
         device_blocks=device_blocks,
         backend=options.backend,
         direct=options.direct,

@@ -24,6 +24,7 @@ from kvdisk.units import display_size, format_size
 _NS_PER_MS: Final = 1e6
 # Of the most that any capacity gives, what a recommendation is content with.
 _ENOUGH: Final = 0.9
+_NOTEWORTHY: Final = 1.02  # times the first token without a tier
 
 
 def as_document(replayed: Replayed) -> dict[str, Any]:
@@ -63,6 +64,7 @@ def as_document(replayed: Replayed) -> dict[str, Any]:
             "speed": job.speed or "max",
             "prefill_rate": job.prefill_rate,
             "load_rate": job.load_rate,
+            "partial_loads": job.partial_loads,
             "device_blocks": job.device_blocks,
             "verify": job.verify,
             "seed": job.seed,
@@ -96,6 +98,7 @@ def _run(job: ReplayJob, run: Run) -> dict[str, Any]:
         },
         "block_load_ns": latency_json(outcome.block_load),
         "ttft": _ttft(run.ttft),
+        "loaded_share": run.ttft.loaded_tokens / max(1, int(outcome.hit_tokens(job.trace).sum())),
         "refused": dict(outcome.refused),
         "lost": dict(outcome.lost),
         "evicted": outcome.evicted,
@@ -197,7 +200,7 @@ def _facts(document: Mapping[str, Any]) -> list[list[str]]:
 def _table(document: Mapping[str, Any]) -> str:
     device = bool(document["replay"]["device_blocks"])
     head = ["capacity", "policy", "hits", "of tokens", "read", "written", "load p50", "p99"]
-    head += ["TTFT mean", "p99", "busy", "refused", "evicted"]
+    head += ["loaded", "TTFT mean", "p99", "busy", "refused", "evicted"]
     if device:
         head.insert(2, "device")
     rows = [head]
@@ -211,6 +214,7 @@ def _table(document: Mapping[str, Any]) -> str:
             display_size(run["bytes_written"]),
             _short(run["load_ms"]["p50"]),
             _short(run["load_ms"]["p99"]),
+            _percent(run["loaded_share"]),
             _seconds(run["ttft"]["mean_s"]),
             _seconds(run["ttft"]["p99_s"]),
             _percent(run["ttft"]["prefill_busy"]),
@@ -249,10 +253,10 @@ def _advice(document: Mapping[str, Any]) -> list[str]:
 def _notes(document: Mapping[str, Any]) -> list[str]:
     """Whatever keeps the figures from being what they seem; empty is good."""
     notes = []
-    place, runs = document["kvdisk"]["place"], document["runs"]
+    about, place, runs = document["replay"], document["kvdisk"]["place"], document["runs"]
     if place is not None and place["is_memory"]:
         notes.append(f"{place['file_system']} is memory, not a disk: these are no disk's times")
-    if document["replay"]["block_source"] == "as given":
+    if about["block_source"] == "as given":
         notes.append(
             "the block's size is as given, not a model's: hits hold for as many blocks of any "
             "size, load times and TTFT for this size alone"
@@ -262,13 +266,16 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
             "without the tier prefill cannot keep up with the trace: its queue, and TTFT, grow for "
             "as long as the trace lasts"
         )
-    if any(run["ttft"]["mean_s"] > document["without"]["mean_s"] for run in runs):
+    least_s = _NOTEWORTHY * document["without"]["mean_s"]
+    if any(run["ttft"]["mean_s"] > least_s for run in runs):
+        advice = ""
+        if about["partial_loads"] == "off":
+            advice = "; with --partial-loads auto a part of it is computed then, as in vLLM"
         notes.append(
             "here the first token comes later with the tier: the disk takes longer to load a hit "
-            "than --prefill-rate to compute it, or cannot keep up with the trace. Every hit is "
-            "loaded whole here; vLLM's adapter computes a part of it then (partial_loads)"
+            f"than --prefill-rate to compute it, or cannot keep up with the trace{advice}"
         )
-    if place is not None and not document["replay"]["verify"]:
+    if place is not None and not about["verify"]:
         notes.append("what was loaded was not compared (--no-verify)")
     for run in runs:
         name = f"{run['policy']}, {display_size(run['capacity_bytes'])}"

@@ -19,7 +19,7 @@ from kvdisk.replay.result import Outcome
 from kvdisk.replay.run import run
 from kvdisk.replay.simulate import simulate
 from kvdisk.replay.trace import Numbers
-from kvdisk.replay.ttft import Ttft, model_ttft
+from kvdisk.replay.ttft import Demand, Server, Ttft, model_ttft
 from kvdisk.units import display_size
 
 # The curve's capacities, as shares of all that the trace touches; the last holds the slots' records
@@ -91,17 +91,29 @@ def replay(job: ReplayJob, begin: BeginPhase, *, with_curves: bool = True) -> Re
 
 
 def ttft_of(job: ReplayJob, outcome: Outcome) -> Ttft:
-    """By the model, with what the outcome loaded and how long that took."""
-    trace = job.trace
-    served = outcome.device_tokens(trace) + outcome.hit_tokens(trace)
-    computed = trace.input_tokens - served
-    return model_ttft(_arrivals(job), outcome.load_ns, computed, job.prefill_rate)
+    """By the model, with what the outcome found and how long its loads took."""
+    return _ttft(job, outcome, outcome.hit_tokens(job.trace))
 
 
 def _ttft_without(job: ReplayJob, outcome: Outcome) -> Ttft:
     """As if all that the tier served had been computed; the device's cache stays."""
-    computed = job.trace.input_tokens - outcome.device_tokens(job.trace)
-    return model_ttft(_arrivals(job), np.zeros_like(computed), computed, job.prefill_rate)
+    return _ttft(job, outcome, np.zeros_like(outcome.hit_blocks))
+
+
+def _ttft(job: ReplayJob, outcome: Outcome, hit_tokens: Numbers) -> Ttft:
+    demand = Demand(
+        arrivals_ns=_arrivals(job),
+        hit_tokens=hit_tokens,
+        load_ns=outcome.load_ns,
+        rest_tokens=job.trace.input_tokens - outcome.device_tokens(job.trace) - hit_tokens,
+    )
+    server = Server(
+        prefill_rate=job.prefill_rate,
+        token_bytes=job.block_bytes / job.trace.block_tokens,
+        partial_loads=job.partial_loads,
+        loads_queue=not job.speed,  # else they were measured beside one another
+    )
+    return model_ttft(demand, server)
 
 
 def _arrivals(job: ReplayJob) -> Numbers:

@@ -1,8 +1,8 @@
 """A replay without I/O: the tier's own allocator and policies, asked as the tier asks them.
 
 What always holds: a request makes the calls that a real run makes, in that order (``run`` has the
-other side): look up the prefix, load it, store the rest behind it. Loads take no time here; how
-long they would take is the model's business (``ttft.disk_delays``).
+other side): look up the prefix, load it, store the rest behind it. Loads take as long as a disk
+that has nothing else to do would take; who waits for whom is the model's business (``ttft``).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kvdisk.key_index import ABSENT, KeyBatch
 from kvdisk.policy import AdmitAll, make_admission_policy, make_eviction_policy
 from kvdisk.replay.job import ReplayJob, Setup
 from kvdisk.replay.result import Outcome
-from kvdisk.replay.ttft import disk_delays
 from kvdisk.slots import SlotAllocator
 
+_NS_PER_S: Final = 10**9
 _PROGRESS_REQUESTS: Final = 256
 # By then the table of what was seen is never crowded, so a larger one would say the same.
 _REMEMBERED_MAX: Final = 16
@@ -125,7 +125,7 @@ def simulate(job: ReplayJob, setup: Setup, progress: Callable[[int], None]) -> O
         simulated=True,
         device_blocks=served,
         hit_blocks=hits,
-        load_ns=disk_delays(trace.arrivals_ns, hits * job.block_bytes, job.load_rate),
+        load_ns=np.rint(hits * (job.block_bytes * _NS_PER_S / job.load_rate)).astype(np.int64),
         blocks_written=tier.stored,
         refused=dict(tier.refused),
         lost={},

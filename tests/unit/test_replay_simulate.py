@@ -1,4 +1,4 @@
-"""Simulated replays against independent models: LRU by brute force, the queue by hand."""
+"""Simulated replays against an independent model, LRU by brute force; and the whole command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from kvdisk.replay.curve import NEVER, LruCurve, stack_distances
 from kvdisk.replay.job import Options, ReplayJob, Setup, make_job
 from kvdisk.replay.simulate import PrefixCache, simulate
 from kvdisk.replay.trace import Request, Trace
-from kvdisk.replay.ttft import disk_delays, model_ttft, queue_ends
 
 Paths = list[list[int]]
 
@@ -156,34 +155,6 @@ def test_second_touch_stores_what_comes_again() -> None:
     assert cache.stored == 2
 
 
-# --- the model ------------------------------------------------------------------------------------
-
-
-def numbers(*values: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.array(values, dtype=np.int64)
-
-
-def test_a_queue_by_hand() -> None:
-    # The second waits for the first; the third is ready before the second and is served before it.
-    assert queue_ends(numbers(0, 5, 3, 100), numbers(10, 2, 4, 1)).tolist() == [10, 16, 14, 101]
-
-
-def test_time_to_first_token_by_hand() -> None:
-    second = 10**9
-    arrivals = numbers(0, second, 10 * second)
-    found = model_ttft(arrivals, numbers(0, 0, second // 2), numbers(2000, 1000, 0), 1000.0)
-    # 2 s; then 1 s of waiting and 1 s of its own; then a load of half a second and one token.
-    assert found.mean_s == pytest.approx((2.0 + 2.0 + 0.501) / 3)
-    assert found.p50_s == pytest.approx(2.0)
-    assert found.busy == pytest.approx(3.001 / 10)
-
-
-def test_loads_share_the_simulated_disk() -> None:
-    second = 10**9
-    delays = disk_delays(numbers(0, second, second, 9 * second), numbers(200, 0, 100, 100), 100)
-    assert delays.tolist() == [2 * second, 0, 2 * second, second]
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 WORKLOAD = "synthetic:mixed,requests=400,documents=20,document_tokens=4000"
@@ -238,6 +209,7 @@ def test_figures_are_consistent(capsys: pytest.CaptureFixture[str]) -> None:
         assert run["ttft"]["mean_s"] > larger["ttft"]["mean_s"]
         assert document["without"]["mean_s"] > run["ttft"]["mean_s"]
     for run in runs:
+        assert 0 < run["loaded_share"] <= 1
         assert run["bytes_read"] == run["hit_blocks"] * about["block_bytes"]
         stored = run["bytes_written"] // about["block_bytes"]
         assert stored - run["evicted"] <= run["slots"]
@@ -249,6 +221,20 @@ def test_figures_are_consistent(capsys: pytest.CaptureFixture[str]) -> None:
         at_most = [p["hit_share"] for p in points if p["capacity_bytes"] <= run["capacity_bytes"]]
         at_least = [p["hit_share"] for p in points if p["capacity_bytes"] >= run["capacity_bytes"]]
         assert max(at_most) - 0.002 <= run["hit_share"] <= min(at_least, default=1) + 0.002
+
+
+def test_loading_all_of_each_hit_from_a_slow_disk_is_told_apart(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    slow = [WORKLOAD, "--simulate", "--load-rate", "100MB", "--no-curve"]
+    split, told = replay(capsys, *slow)
+    assert "comes later with the tier" not in told
+    whole, told = replay(capsys, *slow, "--partial-loads", "off")
+    assert "with --partial-loads auto a part" in told
+    for one, other in zip(split["runs"], whole["runs"], strict=True):
+        assert one["hit_blocks"] == other["hit_blocks"]
+        assert one["loaded_share"] < other["loaded_share"] == 1
+        assert one["ttft"]["mean_s"] < other["ttft"]["mean_s"]
 
 
 MISTAKES = {
