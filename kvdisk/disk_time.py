@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvdisk.transfer import Direction, Progress, TransferEngine
 
 _NS_PER_S: Final = 1_000_000_000
 _TOLD_AFTER_NS: Final = 250_000_000  # of being busy
 
+_ByShard: TypeAlias = dict[tuple[int, int], Progress]  # of a path, by index
+
 
 class DiskTime:
     """Bytes, and the seconds that they took, for a ``RateMeter``."""
 
     def __init__(self) -> None:
-        self._told: dict[Direction, dict[int, Progress]] = {each: {} for each in Direction}
+        self._told: dict[Direction, _ByShard] = {each: {} for each in Direction}
 
     def since_told(
         self, engines: Mapping[int, TransferEngine]
     ) -> dict[Direction, tuple[int, float]]:
-        """The bytes of all paths, by whose index they come, and the seconds of the busiest one.
+        """The bytes of all paths, by whose index they come, and the seconds of the shard that was
+        busy longest.
 
         A direction is told when nothing is being moved, or has been for a while: before, what is on
         its way has taken time and brought no bytes, so that the disk would look slow. A path whose
@@ -28,7 +31,11 @@ class DiskTime:
         """
         told = {}
         for direction, before in self._told.items():
-            now = {index: engine.progress(direction) for index, engine in engines.items()}
+            now = {
+                (index, shard): progress
+                for index, engine in engines.items()
+                for shard, progress in enumerate(engine.progress(direction))
+            }
             moved, busy_ns = _between(before, now)
             busy = any(progress.busy for progress in now.values())
             if busy_ns > 0 and (not busy or busy_ns >= _TOLD_AFTER_NS):
@@ -37,10 +44,10 @@ class DiskTime:
         return told
 
 
-def _between(before: Mapping[int, Progress], now: Mapping[int, Progress]) -> tuple[int, int]:
+def _between(before: _ByShard, now: _ByShard) -> tuple[int, int]:
     moved, busy_ns = 0, 0
-    for index, progress in now.items():
-        began = before.get(index, Progress())
+    for shard, progress in now.items():
+        began = before.get(shard, Progress())
         if progress.busy_ns < began.busy_ns or progress.bytes < began.bytes:
             began = Progress()
         if progress.busy_ns > began.busy_ns:

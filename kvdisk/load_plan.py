@@ -10,38 +10,41 @@ No I/O, no clock of its own, no serving engine: times are passed in, in seconds,
 and bytes. A serving engine's adapter tells it what happens, request by request, and asks.
 
 Requests that wait and have not been asked for yet are work for the GPU too: while it does that, the
-disk loads for the one that is asked for now.
+disk loads for the one that is asked for now. They go before it then, so no more of them count than
+may without making all wait longer together.
 
 What always holds:
     * No amount is negative, the sums are those of the requests, and zero when all have gone.
-    * A disk whose rate is not known is asked for little, until it has shown what it can do. A rate
-      is believed for a minute; then it counts for less and less, until it is measured again.
+    * A disk whose rate is not known is asked for little, until it has shown what it can do. Of what
+      a GPU has not shown how fast it computes it, no more is loaded than that.
+    * Nothing that was measured is believed for ever where it has the effect that it is not measured
+      again: a slow disk is asked for a little now and then, and a GPU counts for more each time.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvdisk.config import PartialLoads, TierConfig
 from kvdisk.rate_meter import RateMeter
 
-_BELIEVED_S: Final = 60.0  # a rate, without new evidence; then it halves in every such time
-_HALVINGS_MAX: Final = 10
+_PROBED_AFTER_S: Final = 60.0  # of no loads: a disk that was slow may not be so any more
+_BELIEVED: Final = 64  # times; then a GPU's rate counts for twice as much, until it is measured
+_DOUBLINGS_MAX: Final = 10
 _LOADS_PER_STORES: Final = 0.5  # of the rates: a guess, as long as no load has been measured
 _PROBE_S: Final = 0.05  # what finding a rate out may cost, by the last one known
 _FIRST_GUESS_BYTES_S: Final = 1e9
 _WORTH_IT: Final = 0.05  # of the time: "auto" leaves a hit whole for less than this
-_FULL_STEP: Final = 0.5  # of the largest step: smaller ones say little about the GPU's rate
 _HELD_UP: Final = 3.0  # times as long as expected: what a step takes beyond that was not the GPU
-_FORGETTING: Final = 0.99  # of the largest step, at each one that has prompts in it
 # Both were chosen in the model of tests/unit/overlapping_server.py: with more steps or less of a
 # hit a request may end a step later than without a tier, with fewer the disk lies idle.
 _STEPS_BEHIND: Final = 3  # of the GPU: as much of what waits behind counts as work for it
 _LEAST: Final = 0.1  # of a hit: less is not loaded, since a load's end is seen a step later
+_LONGER: Final = 1.1  # in the mean, than the request that they wait behind
 # As much may be asked of the disk as takes so many steps of the GPU: with fewer it lies idle where
 # they are long, with more a request waits for what was computed meanwhile.
 _STEPS_QUEUED: Final = 4
@@ -58,41 +61,75 @@ def longest_transfer_s(config: TierConfig) -> float:
     return 2 * longest_ns / 1e9 + _DEVICE_PATIENCE_S
 
 
-class PrefillMeter:
-    """How many tokens a second the GPU computes, from when its steps begin and end.
+@dataclass
+class _StepRate:
+    """Of the steps of some size."""
 
-    Steps may overlap: the next one is given to the GPU before the output of the last one is here.
-    """
-
-    def __init__(self) -> None:
-        self._meter = RateMeter()
-        self._under_way: deque[tuple[int, float]] = deque(maxlen=_STEPS_AHEAD)
-        self._largest = 0.0
-        self._ended_s = -math.inf
+    meter: RateMeter = field(default_factory=RateMeter)
+    believed: int = 0  # how often, since it was measured
 
     @property
     def rate(self) -> float | None:
-        """None: nothing was measured yet."""
-        return self._meter.rate
+        if self.meter.rate is None:
+            return None
+        return self.meter.rate * 2.0 ** min(self.believed // _BELIEVED, _DOUBLINGS_MAX)
+
+
+class PrefillMeter:
+    """How many tokens a second the GPU computes, from when its steps begin and end.
+
+    Each size of a step has a rate of its own, since what a step costs in any case is much of a
+    small one's time. Steps may overlap: the next one is given to the GPU before the output of the
+    last one is here.
+    """
+
+    def __init__(self) -> None:
+        self._rates: dict[int, _StepRate] = {}  # by the size's power of two
+        self._under_way: deque[tuple[int, float]] = deque(maxlen=_STEPS_AHEAD)
+        self._largest = 0
+        self._may_be_larger = True
+        self._ended_s = -math.inf
 
     @property
-    def largest(self) -> float:
-        """How many tokens of prompts a step takes at the most."""
+    def largest(self) -> int:
+        """How many tokens of prompts a step takes at the most, as far as is known."""
         return self._largest
-
-    @property
-    def step_s(self) -> float:
-        """How long its largest step takes; 0: not yet known."""
-        return self._largest / self._meter.rate if self._meter.rate else 0.0
 
     @property
     def tokens_under_way(self) -> int:
         """Of the steps whose output is not here yet."""
         return sum(tokens for tokens, _ in self._under_way)
 
-    def began(self, tokens: int, now_s: float) -> None:
-        """A step of so many tokens of prompts, after all before it."""
+    @property
+    def step_s(self) -> float:
+        """How long its largest step takes; 0: not yet known."""
+        found = self._of_size(self._largest)
+        return self._largest / found.rate if found and found.rate else 0.0
+
+    def rate(self, tokens: float, of_one: float = 0) -> float | None:
+        """Where so many tokens wait to be computed, ``of_one`` of them of one prompt: the rate of
+        steps of that size, or of the next larger ones; None: not known.
+        """
+        found = self._of_size(tokens, of_one)
+        return found.rate if found else None
+
+    def believed(self, tokens: float, of_one: float = 0) -> None:
+        """By its rate it was decided to compute less: so that perhaps it will not be measured."""
+        found = self._of_size(tokens, of_one)
+        if found:
+            found.believed += 1
+
+    def _of_size(self, tokens: float, of_one: float = 0) -> _StepRate | None:
+        most = max(self._largest, of_one) if self._may_be_larger else self._largest
+        size = _size_of(min(tokens, most))
+        known = [each for each, found in self._rates.items() if each >= size and found.rate]
+        return self._rates[min(known)] if known else None
+
+    def began(self, tokens: int, now_s: float, *, full: bool = False) -> None:
+        """A step of so many tokens of prompts, after all before it; ``full``: it takes no more."""
         self._under_way.append((tokens, now_s))
+        if full:
+            self._may_be_larger = False
 
     def ended(self, now_s: float) -> None:
         """The output of the first step under way is here."""
@@ -101,39 +138,63 @@ class PrefillMeter:
         tokens, began_s = self._under_way.popleft()
         seconds = now_s - max(began_s, self._ended_s)
         self._ended_s = now_s
-        if not tokens:
+        if tokens:
+            self._measured(tokens, seconds)
+
+    def _measured(self, tokens: int, seconds: float) -> None:
+        self._largest = max(self._largest, tokens)
+        size = _size_of(tokens)
+        found = self._rates.get(size)
+        if found is None:  # the first of its size may be compiled or tuned for
+            self._rates[size] = _StepRate()
             return
-        self._largest = max(_FORGETTING * self._largest, float(tokens))
-        if tokens >= _FULL_STEP * self._largest:
-            expected_s = tokens / self._meter.rate if self._meter.rate else math.inf
-            self._meter.add(tokens, min(seconds, _HELD_UP * expected_s))
+        expected_s = tokens / found.meter.rate if found.meter.rate else math.inf
+        found.meter.add(tokens, min(seconds, _HELD_UP * expected_s))
+        found.believed = 0
+
+
+def _size_of(tokens: float) -> int:
+    """The nearest power of two: steps that are nearly as large as they may be are of one size."""
+    return round(math.log2(tokens)) if tokens > 1 else 0
 
 
 @dataclass
 class _Request:
-    """What is still to be done for a request, in tokens."""
+    """What is still to be done for a request, in tokens: nothing until the engine asks for it."""
 
-    tokens: float  # that it has, as far as is known
-    to_compute: float
+    to_compute: float = 0.0
     to_load: float = 0.0
     promised: float = 0.0  # of ``to_load``: not yet begun
-    asked: bool = False  # the engine has asked for it or begun with it: it is no longer behind
+
+
+@dataclass(frozen=True)
+class _Hit:
+    """Of the request that is asked for, in tokens, as ``tokens_to_load`` has them."""
+
+    tokens: int
+    free: int
+    rest: int
+
+    @property
+    def all_tokens(self) -> int:
+        return self.tokens + self.free + self.rest
 
 
 @dataclass
 class _Work:
-    """What is still to be done, in tokens: of requests that were asked for, and behind them."""
+    """What is still to be done for the requests that were asked for, in tokens."""
 
     to_load: float = 0.0
     to_compute: float = 0.0
-    behind: float = 0.0  # of those not asked for, as if the disk had nothing of them
+    loading: int = 0  # requests
+    tails: float = 0.0  # of ``to_compute``: theirs, which cannot begin before they are loaded
 
     def add(self, request: _Request, sign: int = 1) -> None:
-        if not request.asked:
-            self.behind += sign * request.to_compute
-        else:
-            self.to_load += sign * request.to_load
-            self.to_compute += sign * request.to_compute
+        self.to_load += sign * request.to_load
+        self.to_compute += sign * request.to_compute
+        if request.to_load:
+            self.loading += sign
+            self.tails += sign * request.to_compute
 
 
 class LoadPlanner:
@@ -164,19 +225,10 @@ class LoadPlanner:
 
     # --- what happens
 
-    def arrived(self, request_id: str, tokens: int) -> None:
-        """A request waits, of ``tokens`` tokens as far as is known."""
+    def arrived(self, request_id: str) -> None:
+        """A request waits, or another of that name."""
         self.gone(request_id)
-        self._requests[request_id] = _Request(float(tokens), to_compute=float(tokens))
-        self._work.add(self._requests[request_id])
-
-    def found(self, request_id: str, tokens: int) -> None:
-        """The engine's own caches have so many tokens of a request that still waits."""
-        request = self._requests.get(request_id)
-        if request is not None and not request.asked:
-            self._work.add(request, -1)
-            request.to_compute = max(0.0, request.tokens - tokens)
-            self._work.add(request)
+        self._requests[request_id] = _Request()
 
     def load_began(self, request_id: str, tokens: int) -> None:
         """So many tokens of a request are being loaded, promised or not."""
@@ -207,14 +259,15 @@ class LoadPlanner:
 
         What goes beyond a prompt is answers, or drafts of them, which say nothing of prefill.
         """
-        of_prompts = 0
+        of_prompts, full = 0, False
         for request_id, count in tokens.items():
             request = self._requests.get(request_id)
             if request is not None and request.to_compute:
                 computed = min(count, int(request.to_compute))
                 of_prompts += computed
                 self._set(request_id, request.to_load, request.to_compute - computed)
-        self._steps.began(of_prompts, now_s)
+                full |= request.to_compute > 0
+        self._steps.began(of_prompts, now_s, full=full)
 
     def step_ended(self, now_s: float) -> None:
         """The output of the first step under way is here. Once for each that began."""
@@ -238,7 +291,12 @@ class LoadPlanner:
     def idle(self) -> bool:
         """Nothing is known of any request, and the books are empty."""
         work = self._work
-        return not self._requests and (work.to_load, work.to_compute, work.behind) == (0, 0, 0)
+        return not self._requests and work == _Work()
+
+    def has_begun(self, request_id: str) -> bool:
+        """Some of it is being loaded or computed, and not all of it is done."""
+        request = self._requests.get(request_id)
+        return request is not None and request.to_load + request.to_compute > 0
 
     # --- what to do
 
@@ -250,70 +308,103 @@ class LoadPlanner:
         now_s: float,
         *,
         free_tokens: int = 0,
+        behind: Iterable[float] = (),
         room_tokens: float = math.inf,
     ) -> int:
         """How many of ``hit_tokens`` to load; ``rest_tokens`` are computed in any case.
 
-        ``free_tokens``, behind the hit, need neither if all of the hit is loaded. ``room_tokens``:
-        what the device's cache takes beside all of this request; what waits behind and finds no
-        room there is no work for the GPU yet.
+        ``free_tokens``, behind the hit, need neither if all of the hit is loaded. ``behind``: what
+        is to be computed of each that waits behind, in order, as if the disk had nothing of them,
+        without what is computed for another before. ``room_tokens``: what the device's cache takes
+        beside all of this request; what finds no room there is no work for the GPU yet.
         """
         request = self._requests.get(request_id)
         if request is None or self._mode == "off":
             return hit_tokens
         others = self._work_of_others(request_id)
         taken = others.to_compute + (0.0 if self._loads_have_room else others.to_load)
-        others.behind = min(others.behind, max(0.0, room_tokens - taken))
-        wanted = self._wanted(others, hit_tokens, free_tokens, now_s)
+        hit = _Hit(hit_tokens, free_tokens, rest_tokens)
+        wanted = 0
+        if hit_tokens:
+            first = self._may_go_first(behind, hit, room_tokens - taken)
+            wanted = self._wanted(hit, others, first, now_s)
         lost = 0 if wanted == hit_tokens else hit_tokens - wanted + free_tokens
         self._set(request_id, wanted, rest_tokens + lost)
         request.promised = float(wanted)
         return wanted
 
-    def load_within_s(self, now_s: float) -> float:
+    def load_within_s(self) -> float:
         """How long a load that begins now may take: what comes later is a miss.
 
         The deadline; where the queue may be longer than half of it, what is in the queue and half
         of it: never more than five of them.
         """
-        rate = None if self._mode == "off" else self._believed_rate(now_s)
+        rate = None if self._mode == "off" else self._load_rate
         queued_s = self._work.to_load * self._token_bytes / rate if rate else 0.0
         longest_s = min(queued_s, self._queue_limit_s()) + self._deadline_s / 2
         return max(self._deadline_s, longest_s)
 
     # --- steps of the above
 
-    def _wanted(self, others: _Work, hit_tokens: int, free_tokens: int, now_s: float) -> int:
-        rate = self._believed_rate(now_s)
-        wanted = 0 if rate is None else self._best_split(others, hit_tokens, free_tokens, rate)
-        if now_s - self._load_rate_at_s > _BELIEVED_S:
+    def _may_go_first(self, behind: Iterable[float], hit: _Hit, room_tokens: float) -> float:
+        """How much of what waits behind the GPU may compute before: the mean wait grows where those
+        that go first are longer than who lets them.
+        """
+        most = min(_STEPS_BEHIND * self._steps.largest, room_tokens)
+        first = 0.0
+        for count, tokens in enumerate(behind, 1):
+            if first >= most:
+                break
+            if first + tokens > _LONGER * count * hit.all_tokens:
+                # The load's end is seen a step later; by then that one must not have begun.
+                return max(0.0, first - self._steps.largest)
+            first += tokens
+        return max(0.0, min(first, most))
+
+    def _wanted(self, hit: _Hit, others: _Work, behind: float, now_s: float) -> int:
+        rate = self._load_rate
+        wanted = 0 if rate is None else self._best_split(hit, others, behind, rate)
+        if now_s - self._load_rate_at_s > _PROBED_AFTER_S:
             guess = _LOADS_PER_STORES * self._store_rate or _FIRST_GUESS_BYTES_S
             probe_bytes = _PROBE_S * (self._load_rate or guess)
             room = max(0.0, probe_bytes / self._token_bytes - others.to_load)
-            wanted = max(wanted, min(hit_tokens, math.ceil(room)))
+            wanted = max(wanted, min(hit.tokens, math.ceil(room)))
         return wanted
 
-    def _best_split(self, others: _Work, hit_tokens: int, free_tokens: int, rate: float) -> int:
-        tokens_per_s = rate / self._token_bytes
-        disk_s = others.to_load / tokens_per_s
-        most = min(hit_tokens, int(max(0.0, self._queue_limit_s() - disk_s) * tokens_per_s))
-        prefill = self._steps.rate
+    def _best_split(self, hit: _Hit, others: _Work, behind: float, rate: float) -> int:
+        ready = self._steps.tokens_under_way + others.to_compute - others.tails + behind
+        to_compute = ready + others.tails + hit.all_tokens
+        prefill = self._steps.rate(to_compute, of_one=hit.all_tokens)
         if not prefill:
-            return most
-        behind = min(others.behind, _STEPS_BEHIND * self._steps.largest)
-        gpu_s = (self._steps.tokens_under_way + others.to_compute + behind) / prefill
+            return 0  # as without a tier; then it is known
+        tokens_per_s = rate / self._token_bytes
+        disk_s, gpu_s = others.to_load / tokens_per_s, ready / prefill
+        tails_s, loading = others.tails / prefill, max(1, others.loading)
+
+        def others_end_s(busy_s: float) -> float:
+            """The GPU may be idle until the first of them is loaded, or wait for the last."""
+            begin_s = max(busy_s, disk_s / loading)
+            return max(begin_s + tails_s, disk_s + tails_s / loading)
+
+        others_s = others_end_s(gpu_s)
+        room_s = max(0.0, self._queue_limit_s() - disk_s)
+        most = min(hit.tokens, int(room_s * tokens_per_s))
 
         def ends_s(load_tokens: float) -> float:
-            loaded_s = disk_s + load_tokens / tokens_per_s if load_tokens else 0.0
-            left = hit_tokens + free_tokens - load_tokens if load_tokens < hit_tokens else 0.0
-            return max(loaded_s, gpu_s) + left / prefill
+            """When all is computed, of this request and of the others."""
+            left = hit.tokens + hit.free - load_tokens if load_tokens < hit.tokens else 0.0
+            if not load_tokens:
+                return others_end_s(gpu_s + left / prefill)
+            return max(disk_s + load_tokens / tokens_per_s, others_s) + left / prefill
 
-        while_gpu_works = min(most, max(0, int((gpu_s - disk_s) * tokens_per_s)))
-        if while_gpu_works < _LEAST * hit_tokens:
+        while_gpu_works = min(most, int((others_s - disk_s) * tokens_per_s))
+        if while_gpu_works < _LEAST * hit.tokens:
             while_gpu_works = 0
         best = min((most, while_gpu_works, 0), key=ends_s)
-        if self._mode == "auto" and ends_s(most) <= (1 + _WORTH_IT) * ends_s(best):
-            return most
+        if self._mode == "auto" and most == hit.tokens:
+            best = most if ends_s(most) <= (1 + _WORTH_IT) * ends_s(best) else best
+        if best:
+            self._steps.believed(to_compute, of_one=hit.all_tokens)
         return best
 
     def _queue_limit_s(self) -> float:
@@ -322,12 +413,6 @@ class LoadPlanner:
         """
         longest_s = (_DEADLINES_MAX - 0.5) * self._deadline_s
         return min(max(self._deadline_s / 2, _STEPS_QUEUED * self._steps.step_s), longest_s)
-
-    def _believed_rate(self, now_s: float) -> float | None:
-        halvings = max(0.0, (now_s - self._load_rate_at_s) / _BELIEVED_S - 1)
-        if self._load_rate is None or halvings > _HALVINGS_MAX:
-            return None
-        return float(self._load_rate * 0.5**halvings)
 
     def _work_of_others(self, request_id: str) -> _Work:
         others = replace(self._work)
@@ -340,6 +425,5 @@ class LoadPlanner:
         if request is None:
             return
         self._work.add(request, -1)
-        request.asked = True
         request.to_load, request.to_compute = float(load_tokens), float(compute_tokens)
         self._work.add(request)

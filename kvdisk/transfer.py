@@ -108,7 +108,7 @@ class Events:
 
 
 class Progress(NamedTuple):
-    """What the disk has made of an engine's loads, or of its stores.
+    """What the disk has made of the loads of an engine's shard, or of its stores.
 
     ``busy_ns`` is how long anything was being moved for them; while ``busy``, that includes time
     for which no bytes have been told yet.
@@ -395,10 +395,9 @@ class TransferEngine:
         stats: dict[str, Any] = self._native.stats()
         return stats
 
-    def progress(self, direction: Direction) -> Progress:
-        """What the disk has made of loads or stores so far. Never waits."""
-        moved, busy_ns, busy = self._native.progress(int(direction))
-        return Progress(int(moved), int(busy_ns), bool(busy))
+    def progress(self, direction: Direction) -> list[Progress]:
+        """What each shard's disk has made of loads or stores so far. Never waits."""
+        return [Progress(*each) for each in self._native.progress(int(direction))]
 
     def reset_stats(self) -> None:
         """Set the counters and histograms to zero."""

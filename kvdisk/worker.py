@@ -48,6 +48,7 @@ from kvdisk.transfer import (
     TransferResult,
 )
 
+_LOOK_EVERY_S: Final = 1.0  # while somebody waits for what is under way
 _LEARNS_LATER: Final = "and learns of it when it is opened beside the others: never use it alone"
 
 Number = TypeVar("Number", bound=np.generic)
@@ -262,9 +263,14 @@ class TierWorker:
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._closed and not self._report:
             left = None if until is None else until - time.monotonic()
-            if self._selector.poll(self._tend_within(left)):
+            within = self._tend_within(left)
+            if self._parts:
+                within = _LOOK_EVERY_S if within is None else min(within, _LOOK_EVERY_S)
+            if self._selector.poll(within):
                 return True
             self._tend()
+            for path in self._paths.values():  # its engine's thread may hang
+                self._take(path, path.poll(self._clock()))
             if left is not None and left <= 0:
                 break
         return bool(self._report)

@@ -281,9 +281,13 @@ NB_MODULE(_native, module) {
         .def(
             "progress",
             [](const Engine& engine, int direction) {
-                const kvdisk::Progress progress =
-                    engine.progress(static_cast<kvdisk::Direction>(direction));
-                return nb::make_tuple(progress.bytes, progress.busy_ns, progress.busy);
+                if (direction != 0 && direction != 1) throw nb::value_error("no such direction");
+                nb::list shards;
+                for (const kvdisk::Progress& each :
+                     engine.progress(static_cast<kvdisk::Direction>(direction))) {
+                    shards.append(nb::make_tuple(each.bytes, each.busy_ns, each.busy));
+                }
+                return shards;
             },
             "direction"_a)
         .def("stats",

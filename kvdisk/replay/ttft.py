@@ -18,6 +18,7 @@ late in a long prompt costs more than an early one.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
@@ -105,7 +106,7 @@ class _Served:
         )
         arrivals = enumerate(demand.arrivals_ns.tolist())
         self._events = [(at_ns, number, _ARRIVED) for number, at_ns in arrivals]
-        self._arrived: list[int] = []  # and not yet asked what to load
+        self._arrived: deque[int] = deque()  # and not yet asked what to load
         self._loads: dict[int, tuple[int, int]] = {}  # tokens and nanoseconds of those under way
         self._ready: list[int] = []  # a heap: the first to come is the first
         self._to_compute: dict[int, int] = {}  # tokens of those that were asked
@@ -121,20 +122,26 @@ class _Served:
         while self._events:
             now_ns, number, what = heapq.heappop(self._events)
             happens[what](number, now_ns)
-            if not self._computing:
-                for number in self._arrived:
-                    self._split(number, now_ns)
-                self._arrived.clear()
+            more_at_once = self._events and self._events[0][0] == now_ns
+            if not self._computing and not more_at_once:
+                while self._arrived:
+                    self._split(self._arrived.popleft(), now_ns)
                 if self._ready:
                     self._compute(heapq.heappop(self._ready), now_ns)
 
     def _arrive(self, number: int, now_ns: int) -> None:
         self._arrived.append(number)
-        self._planner.arrived(str(number), self._hits[number] + self._rest[number])
+        self._planner.arrived(str(number))
 
     def _split(self, number: int, now_ns: int) -> None:
         name, hit, rest = str(number), self._hits[number], self._rest[number]
-        loaded = self._planner.tokens_to_load(name, hit, rest, now_ns / _NS_PER_S)
+        loaded = self._planner.tokens_to_load(
+            name,
+            hit,
+            rest,
+            now_ns / _NS_PER_S,
+            behind=(self._hits[each] + self._rest[each] for each in self._arrived),
+        )
         self._to_compute[number] = max(1, hit + rest - loaded)
         if loaded:
             self._planner.load_began(name, loaded)

@@ -253,15 +253,10 @@ std::uint64_t Engine::store_rows_fitting() const noexcept {
     return waiting_bytes == 0 ? std::max<std::uint64_t>(1, rows) : rows;
 }
 
-Progress Engine::progress(Direction direction) const noexcept {
-    Progress total;
-    for (const auto& shard : shards_) {
-        const Progress progress = shard->progress(direction);
-        total.bytes += progress.bytes;
-        total.busy_ns = std::max(total.busy_ns, progress.busy_ns);
-        total.busy |= progress.busy;
-    }
-    return total;
+std::vector<Progress> Engine::progress(Direction direction) const {
+    std::vector<Progress> each;
+    for (const auto& shard : shards_) each.push_back(shard->progress(direction));
+    return each;
 }
 
 // A forked child has none of the threads, and a mutex may have been held when it was made.
@@ -369,7 +364,9 @@ std::uint64_t Engine::close(std::int64_t timeout_ns) {
     return abandoned_;
 }
 
-// Only a thread that hangs in the kernel leaves transfers behind. They end here.
+// A thread that hangs in the kernel leaves transfers behind, and a copy that waits for an event in
+// its stream. They end here; such a copy is still made when the event happens, so whoever closes
+// an engine and reuses a load's blocks has to see to the events first.
 void Engine::end_remaining_jobs() {
     const std::lock_guard lock(outbox_->mutex);
     while (!outbox_->jobs.empty()) {

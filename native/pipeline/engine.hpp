@@ -123,8 +123,8 @@ class Engine {
     EngineStats stats();
     void reset_stats();
 
-    // Over all shards: bytes summed, time of the shard that was busy longest. Never waits.
-    Progress progress(Direction direction) const noexcept;
+    // Of each shard. Never waits.
+    std::vector<Progress> progress(Direction direction) const;
 
     // The records that proved themselves at open, in slot order. Given once.
     RestoredRecords take_restored() { return std::move(restored_); }

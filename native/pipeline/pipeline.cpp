@@ -129,7 +129,7 @@ void Pipeline::submit(Transfer* transfer) {
     constexpr std::int64_t timeout_min_ns = 1'000'000;
     transfer->timeout_ns = std::max(timeout_min_ns, transfer->deadline_ns - transfer->submitted_ns);
     transfer->device_busy = transfer->direction == Direction::load && transfer->event != 0 &&
-                            transfer->deadline_ns != time_never;
+                            transfer->deadline_ns < time_never - device_patience_ns;
     transfer->next_row = 0;
     transfer->rows_open = rows;
     transfer->sources_open = transfer->direction == Direction::store ? rows : 0;

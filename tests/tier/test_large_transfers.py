@@ -75,11 +75,11 @@ def test_progress_counts_bytes_and_busy_time(tmp_path: Path) -> None:
     with rig(tmp_path / "kv", slots=32, slot_bytes=64 * KIB) as disk:
         began = time.monotonic_ns()
         assert disk.store(range(32)) == ok(32)
-        stored = disk.engine.progress(Direction.STORE)
-        assert disk.engine.progress(Direction.LOAD) == (0, 0, False)
+        [stored] = disk.engine.progress(Direction.STORE)
+        assert disk.engine.progress(Direction.LOAD) == [(0, 0, False)]
         assert disk.load(range(32)) == ok(32)
-        loaded = disk.engine.progress(Direction.LOAD)
-        assert disk.engine.progress(Direction.STORE) == stored
+        [loaded] = disk.engine.progress(Direction.LOAD)
+        assert disk.engine.progress(Direction.STORE) == [stored]
         for progress in (stored, loaded):
             assert not progress.busy
             assert progress.bytes == 32 * 64 * KIB
@@ -87,4 +87,4 @@ def test_progress_counts_bytes_and_busy_time(tmp_path: Path) -> None:
         assert stored.busy_ns + loaded.busy_ns <= time.monotonic_ns() - began
         disk.engine.reset_stats()
         assert disk.store(range(8), generation=1) == ok(8)
-        assert disk.engine.progress(Direction.LOAD) == loaded
+        assert disk.engine.progress(Direction.LOAD) == [loaded]

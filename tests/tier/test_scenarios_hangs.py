@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvdisk.disk_path import DiskPath
 from kvdisk.messages import PathState
-from kvdisk.transfer import RowStatus
+from kvdisk.transfer import Events, RowStatus
 from tests.faults.disks import freeze, loop_ext4, thaw
 from tests.faults.fuse_disk import fuse_disk, needs_fuse
 from tests.tier.tier_rig import MIB, TierRig, keys_of, ok, tier_rig
@@ -180,6 +181,35 @@ def test_a23_a_load_may_have_a_deadline_of_its_own(tmp_path: Path) -> None:
         assert rig.store(KEYS) == ok(32)
         disk.faults.set(read_hangs=1)
         assert set(rig.load(KEYS, within_s=0.2)) == {RowStatus.TIMED_OUT}
+        disk.faults.clear()
+        rig.wait_until(lambda: rig.tier.stats().slots.pinned == 0)
+
+
+@pytest.mark.root
+@needs_fuse
+def test_a23_who_waits_looks_now_and_then_after_threads_that_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by an attack: an engine's thread that hung in a submission woke nobody who waited, so
+    that a load of two seconds ended when the wait did.
+    """
+    looked: list[float] = []
+    poll = DiskPath.poll
+
+    def counted(self: DiskPath, now_s: float) -> Events:
+        looked.append(now_s)
+        return poll(self, now_s)
+
+    with (
+        fuse_disk(tmp_path) as disk,
+        tier_rig(disk.mount / "kv", clock=Clock(), load_deadline_ns=3600 * 10**9) as rig,
+    ):
+        assert rig.store(KEYS) == ok(32)
+        disk.faults.set(read_hangs=1)
+        rig.submit_load(KEYS)
+        monkeypatch.setattr(DiskPath, "poll", counted)
+        assert not rig.tier.wait(2.5)
+        assert len(looked) >= 2
         disk.faults.clear()
         rig.wait_until(lambda: rig.tier.stats().slots.pinned == 0)
 

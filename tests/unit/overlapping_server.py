@@ -8,6 +8,7 @@ them, may write once the steps before it have ended, and are seen when a later s
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvdisk.load_plan import LoadPlanner
@@ -17,6 +18,7 @@ QUESTION = 32  # more, which are computed in any case
 STEP_TOKENS = 8192
 CACHE_TOKENS = 8 * TOKENS + 1024  # what the device's cache holds
 LAUNCH_S = 0.02
+LOOK_AHEAD = 8  # prompts, as the adapter for vLLM does
 TOKEN_BYTES = 131072.0
 
 
@@ -29,6 +31,7 @@ class _Prompt:
     wanted: int = 0
     held: int = 0  # tokens of the device's cache
     seen_s: float = 0.0  # when its load is there for the engine to see
+    ended_s: float = 0.0
 
 
 @dataclass
@@ -36,31 +39,48 @@ class _Step:
     output_s: float
     tokens: int
     loaded: list[_Prompt] = field(default_factory=list)
+    ends: list[_Prompt] = field(default_factory=list)
     disk_read: bool = False  # since the engine has begun
 
 
 class OverlappingServer:
     """``disk`` and ``gpu`` in tokens a second. The clock goes on between calls of ``serve``."""
 
-    def __init__(self, planner: LoadPlanner, *, disk: float, gpu: float) -> None:
+    def __init__(
+        self,
+        planner: LoadPlanner,
+        *,
+        disk: float,
+        gpu: float,
+        step_tokens: int = STEP_TOKENS,
+        cache_tokens: int = CACHE_TOKENS,
+    ) -> None:
         self.planner = planner
         self.disk = disk
         self.gpu = gpu
+        self._step_tokens = step_tokens
+        self._cache_tokens = cache_tokens
+        self.ended_s: list[float] = []  # of each prompt of the last call, in order
         self.now = 0.0
         self.loaded = 0
         self._gpu_free = 0.0
         self._disk_free = 0.0
         self._read_at: float | None = None
 
-    def serve(self, count: int, *, hit: int | list[int] = TOKENS) -> float:
+    def serve(
+        self, count: int, *, hit: int | list[int] = TOKENS, more: Sequence[int] = ()
+    ) -> float:
         """Seconds until all of ``count`` prompts, which come at once, are computed.
 
-        ``hit``: how many tokens of each the disk has.
+        ``hit``: how many tokens of each the disk has; ``more``: by how many they are longer.
         """
         hits = hit if isinstance(hit, list) else [hit] * count
         began, waiting = self.now, [_Prompt(f"{self.now}-{n}", hit) for n, hit in enumerate(hits)]
+        for prompt, longer in zip(waiting, more, strict=False):
+            prompt.left += longer
+        came = [*waiting]
         for prompt in waiting:
-            self.planner.arrived(prompt.name, prompt.left)
+            self.planner.arrived(prompt.name)
         under_way: deque[_Step] = deque()
         while waiting or under_way:
             if waiting:
@@ -69,6 +89,7 @@ class OverlappingServer:
                 if waiting and len(under_way) < 2 and under_way[-1].tokens:
                     continue
             self._take_output(under_way.popleft())
+        self.ended_s = [prompt.ended_s - began for prompt in came]
         return self.now - began
 
     def _launch(self, prompts: list[_Prompt]) -> _Step:
@@ -86,13 +107,14 @@ class OverlappingServer:
         for prompt in loaded:
             prompt.state = "read"
         read = self._read_at is not None and self._read_at <= self.now
-        return _Step(output_s, total, loaded, read)
+        ends = [prompt for prompt in prompts if prompt.name in tokens and not prompt.left]
+        return _Step(output_s, total, loaded, ends, read)
 
     def _schedule(self, prompts: list[_Prompt]) -> dict[str, int]:
         """Who runs comes first; then the others in order, until one finds no room."""
         tokens: dict[str, int] = {}
         for prompt in sorted(prompts, key=lambda each: each.state != "running"):
-            left = STEP_TOKENS - sum(tokens.values())
+            left = self._step_tokens - sum(tokens.values())
             if left == 0:
                 break
             if prompt.state in ("waiting", "loaded") and not self._admit(prompt, prompts):
@@ -105,7 +127,7 @@ class OverlappingServer:
 
     def _admit(self, prompt: _Prompt, prompts: list[_Prompt]) -> bool:
         """All of a prompt must find room beside what those that have begun still need."""
-        free = CACHE_TOKENS - sum(each.held for each in prompts)
+        free = self._cache_tokens - sum(each.held for each in prompts)
         others = [each for each in prompts if each is not prompt and each.state != "waiting"]
         if prompt.left > free - sum(each.left for each in others):
             return False
@@ -114,7 +136,14 @@ class OverlappingServer:
             return True
         rest = prompt.left - prompt.hit
         wanted = self.planner.tokens_to_load(
-            prompt.name, prompt.hit, rest, self.now, room_tokens=free - prompt.left
+            prompt.name,
+            prompt.hit,
+            rest,
+            self.now,
+            behind=[
+                each.left for each in prompts if each.state == "waiting" and each is not prompt
+            ][:LOOK_AHEAD],
+            room_tokens=free - prompt.left,
         )
         prompt.wanted, prompt.state = wanted, "asked" if wanted else "running"
         prompt.left -= wanted
@@ -135,5 +164,19 @@ class OverlappingServer:
         for prompt in step.loaded:
             prompt.state = "loaded"
             self.planner.load_ended(prompt.name)
+        for prompt in step.ends:
+            prompt.ended_s = self.now
+            self.planner.gone(prompt.name)
         if step.disk_read:
             self.planner.measured_loads(self.disk * TOKEN_BYTES, self.now)
+
+
+def computes(planner: LoadPlanner, tokens: int, seconds: float, began_s: float = 0.0) -> None:
+    """The GPU has taken so long for so many tokens: not only once, which may be chance."""
+    for _ in range(3):
+        planner.arrived("warm")
+        planner.settled("warm", tokens + 1)  # so that it is known that a step takes no more
+        planner.step_began({"warm": tokens}, began_s - seconds)
+        planner.step_ended(began_s)
+        planner.gone("warm")
+        began_s += seconds

@@ -13,9 +13,9 @@ def engines(*loads: Progress) -> dict[int, Any]:
     """One on each path, that has never stored anything."""
     return {
         index: SimpleNamespace(
-            progress=lambda direction, loads=each: (
+            progress=lambda direction, loads=each: [
                 loads if direction is Direction.LOAD else Progress()
-            )
+            ]
         )
         for index, each in enumerate(loads)
     }
@@ -46,3 +46,16 @@ def test_an_engine_that_was_replaced_begins_anew() -> None:
     time = DiskTime()
     time.since_told(engines(Progress(100, ms(100))))
     assert time.since_told(engines(Progress(10, ms(20)))) == {Direction.LOAD: (10, 0.02)}
+
+
+def test_shards_that_take_turns_count_for_their_own_time() -> None:
+    """Found by an attack: blocks of one shard are loaded, then blocks of the other."""
+
+    def told(time: DiskTime, *shards: Progress) -> Any:
+        engine = SimpleNamespace(progress=lambda direction: list(shards) if direction else [])
+        return time.since_told({0: engine}).get(Direction.LOAD)  # type: ignore[dict-item]
+
+    time, busy, idle = DiskTime(), Progress(100, ms(100)), Progress()
+    assert told(time, busy, idle) == (100, 0.1)
+    assert told(time, busy, busy) == (100, 0.1)
+    assert told(time, Progress(300, ms(300)), Progress(200, ms(250))) == (300, 0.2)

@@ -6,7 +6,7 @@ Mixed into both of our connectors, before vLLM's: each call is vLLM's own, and p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Final, TypeVar
 
@@ -49,6 +49,8 @@ class PartialLoads(KeepWaiting):
             loads_have_room=loads_have_room,
         )
         self._disk_rate = disk_rate
+        self._requests: dict[str, Any] = {}  # vLLM's own, of those that have not ended
+        self._begun: dict[str, Any] = {}  # of these, perhaps, who is being loaded or computed
         self.keep_waiting(config)
 
     def ask_planner(self, ask: Callable[[LoadPlanner], Answer], otherwise: Answer) -> Answer:
@@ -57,7 +59,7 @@ class PartialLoads(KeepWaiting):
             try:
                 return ask(self.planner)
             except Exception:
-                self.planner = None
+                self.planner, self._requests, self._begun = None, {}, {}
                 logger.exception("kvdisk: this is a bug, please report it; hits are loaded whole.")
         return otherwise
 
@@ -67,15 +69,13 @@ class PartialLoads(KeepWaiting):
         """As ``LoadPlanner.tokens_to_load`` says, by what the caches now have of those behind."""
 
         def ask(planner: LoadPlanner) -> int:
-            if hit_tokens:
-                for request_id in islice(self.waiting or (), _LOOK_AHEAD):
-                    planner.found(request_id, self.found_tokens(request_id))
             return planner.tokens_to_load(
                 request.request_id,
                 hit_tokens,
                 rest_tokens,
                 time.monotonic(),
                 free_tokens=free_tokens,
+                behind=self._work_behind(planner, request),
                 room_tokens=self.room_tokens() - request.num_tokens,
             )
 
@@ -83,7 +83,7 @@ class PartialLoads(KeepWaiting):
 
     def load_within_s(self) -> float | None:
         """How long a load that begins now may take; None: as configured."""
-        return self.ask_planner(lambda it: it.load_within_s(time.monotonic()), None)
+        return self.ask_planner(lambda it: it.load_within_s(), None)
 
     # --- what happens, as our own halves know it
 
@@ -97,15 +97,13 @@ class PartialLoads(KeepWaiting):
         """As ``update_state_after_alloc`` says it: first what is found, then what came of it."""
         done = request.num_computed_tokens or self._on_gpu + found_tokens
         left = max(0, request.num_tokens - done)
-        self.ask_planner(lambda it: it.settled(request.request_id, left), None)
+        self.ask_planner(lambda it: self._goes_on(it, request, left), None)
 
     # --- what happens, as vLLM says it
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
-        request_id = request.request_id
-        self.ask_planner(lambda it: it.arrived(request_id, request.num_tokens), None)
-        self.ask_planner(lambda it: it.found(request_id, self.found_tokens(request_id)), None)
+        self.ask_planner(lambda it: self._arrived(it, request), None)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -124,15 +122,6 @@ class PartialLoads(KeepWaiting):
         loaded = connector_output.finished_recving or ()
         self.ask_planner(lambda it: self._progressed(it, loaded, time.monotonic()), None)
 
-    def _progressed(self, planner: LoadPlanner, loaded: Iterable[str], now_s: float) -> None:
-        for request_id in loaded:
-            planner.load_ended(request_id)
-        rate = self._disk_rate(Direction.LOAD)
-        if rate is not None and rate != self._load_rate_seen:
-            self._load_rate_seen = rate
-            planner.measured_loads(rate, now_s)
-        planner.measured_stores(self._disk_rate(Direction.STORE) or 0.0)
-
     def take_events(self) -> Iterable[Any]:
         """The only call of vLLM's for every step whose output is there."""
         now_s = time.monotonic()
@@ -141,9 +130,48 @@ class PartialLoads(KeepWaiting):
         return events
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
-        self.ask_planner(lambda it: it.gone(request.request_id), None)
+        self.ask_planner(lambda it: self._gone(it, request), None)
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
-        self.ask_planner(lambda it: it.gone(request.request_id), None)
+        self.ask_planner(lambda it: self._gone(it, request), None)
         return super().request_finished_all_groups(request, block_ids)
+
+    # --- steps of the above
+
+    def _work_behind(self, planner: LoadPlanner, request: Any) -> Iterator[int]:
+        """Tokens of each of the next that wait: what no cache has and is computed for none before.
+
+        What several want is computed, or loaded, for the first of them; the others wait for that.
+        """
+        self._begun = {each: of for each, of in self._begun.items() if planner.has_begun(each)}
+        before = [request.block_hashes, *(of.block_hashes for of in self._begun.values())]
+        for request_id in islice(self.waiting or (), _LOOK_AHEAD):
+            other = self._requests.get(request_id)
+            if other is None or request_id == request.request_id:
+                continue
+            done = max(self.found_tokens(request_id), self.shared_tokens(request_id, before))
+            yield max(1, other.num_tokens - done)
+            before.append(other.block_hashes)
+
+    def _arrived(self, planner: LoadPlanner, request: Any) -> None:
+        self._requests[request.request_id] = request
+        planner.arrived(request.request_id)
+
+    def _goes_on(self, planner: LoadPlanner, request: Any, left_tokens: int) -> None:
+        self._begun[request.request_id] = request
+        planner.settled(request.request_id, left_tokens)
+
+    def _gone(self, planner: LoadPlanner, request: Any) -> None:
+        self._requests.pop(request.request_id, None)
+        self._begun.pop(request.request_id, None)
+        planner.gone(request.request_id)
+
+    def _progressed(self, planner: LoadPlanner, loaded: Iterable[str], now_s: float) -> None:
+        for request_id in loaded:
+            planner.load_ended(request_id)
+        rate = self._disk_rate(Direction.LOAD)
+        if rate is not None and rate != self._load_rate_seen:
+            self._load_rate_seen = rate
+            planner.measured_loads(rate, now_s)
+        planner.measured_stores(self._disk_rate(Direction.STORE) or 0.0)

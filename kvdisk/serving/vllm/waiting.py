@@ -10,7 +10,7 @@ free blocks that nobody waits for are given away first. Nothing is pinned: only 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Final, TypeVar
 
@@ -155,6 +155,14 @@ class DeviceCache:
     def found_tokens(self, hashes: Sequence[bytes]) -> int:
         """How many of a prompt's first tokens are there, of which the last go first."""
         return self._found(hashes) * self._block_tokens
+
+    def shared_tokens(self, hashes: Sequence[bytes], other: Sequence[bytes]) -> int:
+        """How many of their first tokens two prompts have in common, and may have in one block."""
+        if self._group is None:
+            return 0
+        count = min(len(hashes), len(other))
+        shared = count_first(count, lambda number: hashes[number] == other[number])
+        return int(shared // self._hashes_per_block * self._block_tokens)
 
     def evict_waiting_last(self, waiting: Waiting, needed_tokens: float) -> None:
         """Before blocks are taken for so many tokens: those that nobody waits for first, used
@@ -320,6 +328,17 @@ class KeepWaiting:
     def found_tokens(self, request_id: str) -> int:
         """How many of the first tokens of one that waits need neither disk nor GPU."""
         return self._ask_waiting(lambda it: self._found_on_device(it, request_id), 0)
+
+    def shared_tokens(self, request_id: str, others: Iterable[Sequence[bytes]]) -> int:
+        """How many of the first tokens of one that waits are those of another prompt, by whose
+        hashes ``others`` come, so that the device's cache has them when that has them.
+        """
+        device = self._device
+        if device is None:
+            return 0
+        return self._ask_waiting(
+            lambda it: max(device.shared_tokens(it.hashes(request_id), each) for each in others), 0
+        )
 
     def room_tokens(self) -> float:
         """That the device's cache may be given now."""

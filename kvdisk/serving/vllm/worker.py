@@ -252,7 +252,12 @@ class KVDiskWorker(Failsafe, OffloadingWorker):  # type: ignore[misc]
         return ended
 
     def _break_down(self) -> None:
-        """Nothing is copied any more when the jobs end, since vLLM then reuses their blocks."""
+        """Nothing is copied any more when the jobs end, since vLLM then reuses their blocks: also
+        not what waits for the GPU in a stream, and is copied when that gets there.
+        """
+        for job in self._jobs.values():
+            if job.event is not None:
+                job.event.synchronize()
         self.tier_worker.close()
         away = PathState(loads=False, stores=False, reason="an error of kvdisk's, see the log")
         paths = (away,) * len(self._opened.paths)

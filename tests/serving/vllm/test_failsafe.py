@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -154,6 +155,24 @@ class TestWorker:
         engine.cache.zero_()  # somebody else's now
         engine.worker.tier_worker.wait(0.2)
         assert not engine.cache.any()
+
+    def test_what_waits_for_the_gpu_is_copied_before_the_job_ends(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found by an attack: a scatter in a stream behind a long step cannot be taken back."""
+        order: list[str] = []
+        worker = engine.worker
+        engine.ended(engine.store([0, 1]))
+        event = SimpleNamespace(cuda_event=0, synchronize=lambda: order.append("the GPU is there"))
+        monkeypatch.setattr(worker, "_record_event", lambda: event)
+        engine.load([0, 1])
+        close = worker.tier_worker.close
+        monkeypatch.setattr(worker.tier_worker, "poll", broken)
+        monkeypatch.setattr(
+            worker.tier_worker, "close", lambda: (order.append("closed"), close())[1]
+        )
+        assert len(worker.get_finished()) == 1
+        assert order == ["the GPU is there", "closed"]
 
     def test_what_was_restored_is_not_kept_in_memory(self, engine: Engine, tmp_path: Path) -> None:
         engine.ended(engine.store([0, 1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from kvdisk.serving.vllm.tiering_connector import KVDiskTieringConnector
 from kvdisk.serving.vllm.waiting import Waiting
 from kvdisk.transfer import Direction
 from tests.serving.vllm.chunks import broken, key, secondary_tier
+from tests.unit.overlapping_server import computes
 
 pytestmark = pytest.mark.quick
 
@@ -67,6 +69,7 @@ class Planner(LoadPlanner):
         now_s: float,
         *,
         free_tokens: int = 0,
+        behind: Iterable[float] = (),
         room_tokens: float = 0,
     ) -> int:
         self.asked.append((hit, free_tokens, rest))
@@ -77,7 +80,7 @@ def connector(planner: LoadPlanner | None) -> Any:
     made = object.__new__(KVDiskConnector)
     made.connector_scheduler = Scheduler()
     made._max_loadable_tokens = lambda *_: None
-    made.planner = planner
+    made.planner, made._requests, made._begun = planner, {}, {}
     return made
 
 
@@ -236,12 +239,13 @@ def test_what_is_brought_up_does_not_take_the_place_of_the_rest_of_its_prompt(
 def test_what_both_tiers_give_is_not_computed(tmp_path: Path) -> None:
     """The planner's books, from the first question to the last block."""
     planner = LoadPlanner("auto", token_bytes=1.0, deadline_s=1e6)
+    computes(planner, 100, 1.0)
     planner.measured_loads(1e9, time.monotonic())
     made, ram = tiering_connector(planner, tmp_path)
     store_everything(ram)
     ram.chunks = [0, 1, 7]
     for alone in (True, False):
-        planner.arrived("one", LONG.num_tokens)
+        planner.arrived("one")
         assert made.get_num_new_matched_tokens(LONG, 0)[0] == (None if alone else CHUNKS * CHUNK)
         if alone:  # five chunks are promised and none has begun, two and one are there
             assert (planner._work.to_load, planner._work.to_compute) == (5 * CHUNK, 5)
@@ -260,11 +264,12 @@ def test_what_both_tiers_give_is_not_computed(tmp_path: Path) -> None:
 def test_what_finds_no_place_above_the_disk_is_not_promised_any_more(tmp_path: Path) -> None:
     """Else the disk counts as busy with it for as long as vLLM passes the request over."""
     planner = LoadPlanner("auto", token_bytes=1.0, deadline_s=1e6)
+    computes(planner, 100, 1.0)
     planner.measured_loads(1e9, time.monotonic())
     made, ram = tiering_connector(planner, tmp_path)
     store_everything(ram)
     ram.room = 0
-    planner.arrived("one", LONG.num_tokens)
+    planner.arrived("one")
     assert made.get_num_new_matched_tokens(LONG, 0) == (0, False)
     assert (planner._work.to_load, planner._work.to_compute) == (0, LONG.num_tokens)
     made._tier.shutdown()
@@ -281,7 +286,8 @@ def tiering_connector(planner: LoadPlanner, directory: Path) -> tuple[Any, RamTi
     made: Any = object.__new__(KVDiskTieringConnector)
     made._max_loadable_tokens = lambda *_: None
     rows = np.zeros((4 * CHUNKS, 4096), np.uint8)
-    made.planner, made._tier = planner, secondary_tier(directory, rows)
+    made.planner, made._requests, made._begun = planner, {}, {}
+    made._tier = secondary_tier(directory, rows)
     made.connector_scheduler = RamTier(made._tier)
     made.waiting = Waiting()
     ram = made.connector_scheduler
@@ -360,7 +366,8 @@ def test_each_of_vllms_calls_reaches_vllm_too(works: bool, monkeypatch: pytest.M
         "request_finished",
     ]
     if works:  # the rate has come through: as much as the disk gives until half the deadline
-        planner.arrived("two", TOKENS)
+        computes(planner, 1, 0.1)
+        planner.arrived("two")
         assert planner.tokens_to_load("two", HIT, 0, time.monotonic()) == 1000
         assert planner._store_rate == 500
         assert made.load_within_s() == 2.0
@@ -371,6 +378,7 @@ def test_what_is_left_to_compute_follows_from_what_the_gpu_has_when_a_request_go
     made = Told()
     left: list[int] = []
     made.planner = SimpleNamespace(settled=lambda _, tokens: left.append(tokens))  # type: ignore[assignment]
+    made._begun = {}
     for on_gpu, done in ((0, 0), (CHUNK, 0), (CHUNK, 2 * CHUNK)):
         request = SimpleNamespace(request_id="one", num_tokens=TOKENS, num_computed_tokens=done)
         made.get_num_new_matched_tokens(request, on_gpu)

@@ -171,6 +171,14 @@ def test_more_waits_than_the_device_holds(keep: bool, tmp_path: Path) -> None:
     assert keep or found == 0
 
 
+def work_behind(engine: Engine, asked: Any = None) -> dict[str, int]:
+    """Of each request that waits, behind one that is asked for or behind none."""
+    ours = engine.ours
+    asked = asked or SimpleNamespace(request_id=None, block_hashes=[])
+    names = [each for each in ours.waiting if each != asked.request_id]
+    return dict(zip(names, ours._work_behind(ours.planner, asked), strict=True))
+
+
 def test_one_that_may_not_read_the_cache_wants_nothing_of_it(tmp_path: Path) -> None:
     tokens = CHUNKS * BLOCK_TOKENS
     with engine_of(tmp_path, Setting()) as engine:
@@ -186,7 +194,7 @@ def test_one_that_may_not_read_the_cache_wants_nothing_of_it(tmp_path: Path) -> 
             patch.setattr(Request, "__init__", deaf)
             request = engine.ask_for([7] * tokens)
         assert engine.ours.waiting.turn(request.block_hashes[0]) == 0
-        assert engine.ours.planner._requests[request.request_id].to_compute == tokens
+        assert work_behind(engine) == {request.request_id: tokens}
         engine.drain()
 
 
@@ -207,14 +215,49 @@ def test_what_was_evicted_meanwhile_is_work_again(tmp_path: Path) -> None:
         engine.drain()
         evict(engine.ask(2, tokens, 1), 0)  # so that its hit is planned
         last = engine.ask(1, tokens, 1)
-        planner = engine.ours.planner
-        assert planner._requests[last.request_id].to_compute == 0, "it is on the device"
+        assert work_behind(engine)[last.request_id] == 1, "it is on the device"
         evict(last, 5)
-        found: dict[str, int] = {}
-        engine.ours.planner.found = found.__setitem__
-        engine.step(moves_end=2.0)
+        assert work_behind(engine)[last.request_id] == tokens - 5 * BLOCK_TOKENS
         engine.drain()
-    assert found[last.request_id] == 5 * BLOCK_TOKENS
+
+
+def test_what_several_want_is_work_for_the_first_of_them(tmp_path: Path) -> None:
+    """Found by an attack: questions on one document each counted as computing all of it, so that
+    the first waited for its load while the GPU had nothing to do.
+    """
+    document, question = [7] * CHUNKS * BLOCK_TOKENS, BLOCK_TOKENS + 3
+    setting = Setting(gpu_blocks=9 * CHUNKS, step_tokens=CHUNKS * BLOCK_TOKENS, seats=2)
+    with engine_of(tmp_path, setting) as engine:
+        asked, *others = (
+            engine.ask_for([*document, *[number] * question], name=str(number))
+            for number in range(20, 24)
+        )
+        other = engine.ask_for([8] * len(document), name="other")
+        own_tokens = len(document) + question
+        behind = work_behind(engine, asked)
+        assert behind == {
+            **{each.request_id: question for each in others},
+            other.request_id: len(document),
+        }
+        assert work_behind(engine)[asked.request_id] == own_tokens
+        engine.step(moves_end=2.0)  # it is being computed: for those that wait as well
+        assert asked.request_id not in engine.ours.waiting
+        waiting = work_behind(engine, other)
+        assert waiting
+        assert set(waiting.values()) == {question}
+        engine.drain()
+        assert engine.ours._requests == {}
+        assert work_behind(engine) == {}
+
+
+def test_who_has_ended_is_forgotten(tmp_path: Path) -> None:
+    with engine_of(tmp_path, Setting()) as engine:
+        for prefix in range(4):
+            engine.ask(prefix, CHUNKS * BLOCK_TOKENS, 2)
+            engine.drain()
+        assert len(engine.ours._begun) <= 1
+        work_behind(engine)
+        assert engine.ours._begun == engine.ours._requests == {}
 
 
 def test_the_next_step_of_one_that_runs_takes_nothing_that_is_wanted(tmp_path: Path) -> None:
