@@ -10,7 +10,7 @@ from kvdisk.transfer import Direction, Progress, TransferEngine
 _NS_PER_S: Final = 1_000_000_000
 _TOLD_AFTER_NS: Final = 250_000_000  # of being busy
 
-_ByShard: TypeAlias = dict[tuple[int, int], Progress]  # of a path, by index
+_ByShard: TypeAlias = dict[tuple[int, int], Progress]  # by the path's index and the shard's
 
 
 class DiskTime:

@@ -15,10 +15,12 @@ may without making all wait longer together.
 
 What always holds:
     * No amount is negative, the sums are those of the requests, and zero when all have gone.
-    * A disk whose rate is not known is asked for little, until it has shown what it can do. Of what
-      a GPU has not shown how fast it computes it, no more is loaded than that.
+    * A disk whose rate is not known is asked for little, until it has shown what it can do. While
+      it is not known how fast the GPU computes steps of some size, no more than that is loaded of
+      what would be computed in such steps.
     * Nothing that was measured is believed for ever where it has the effect that it is not measured
-      again: a slow disk is asked for a little now and then, and a GPU counts for more each time.
+      again: a slow disk is asked for a little now and then, and after every so many hits that were
+      loaded by a GPU's rate it counts for twice as much.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from kvdisk.config import PartialLoads, TierConfig
 from kvdisk.rate_meter import RateMeter
 
 _PROBED_AFTER_S: Final = 60.0  # of no loads: a disk that was slow may not be so any more
-_BELIEVED: Final = 64  # times; then a GPU's rate counts for twice as much, until it is measured
+# Guesses: of hits from a disk twenty times as fast as the GPU, one in 300 is computed to measure
+# it; a GPU that was three times as slow for a while is found out after 128.
+_BELIEVED: Final = 64  # hits; then a GPU's rate counts for twice as much, until it is measured
 _DOUBLINGS_MAX: Final = 10
 _LOADS_PER_STORES: Final = 0.5  # of the rates: a guess, as long as no load has been measured
 _PROBE_S: Final = 0.05  # what finding a rate out may cost, by the last one known
@@ -44,7 +48,9 @@ _HELD_UP: Final = 3.0  # times as long as expected: what a step takes beyond tha
 # hit a request may end a step later than without a tier, with fewer the disk lies idle.
 _STEPS_BEHIND: Final = 3  # of the GPU: as much of what waits behind counts as work for it
 _LEAST: Final = 0.1  # of a hit: less is not loaded, since a load's end is seen a step later
-_LONGER: Final = 1.1  # in the mean, than the request that they wait behind
+# What goes before a hit may be so many times as long as it, in the mean: with more the mean wait
+# grows. A tenth is for prompts that are nearly of one length.
+_LONGER: Final = 1.1
 # As much may be asked of the disk as takes so many steps of the GPU: with fewer it lies idle where
 # they are long, with more a request waits for what was computed meanwhile.
 _STEPS_QUEUED: Final = 4
@@ -62,11 +68,11 @@ def longest_transfer_s(config: TierConfig) -> float:
 
 
 @dataclass
-class _StepRate:
+class StepRate:
     """Of the steps of some size."""
 
     meter: RateMeter = field(default_factory=RateMeter)
-    believed: int = 0  # how often, since it was measured
+    believed: int = 0  # so many hits were loaded by it since it was measured
 
     @property
     def rate(self) -> float | None:
@@ -84,7 +90,7 @@ class PrefillMeter:
     """
 
     def __init__(self) -> None:
-        self._rates: dict[int, _StepRate] = {}  # by the size's power of two
+        self._rates: dict[int, StepRate] = {}  # by ``_size_of`` them
         self._under_way: deque[tuple[int, float]] = deque(maxlen=_STEPS_AHEAD)
         self._largest = 0
         self._may_be_larger = True
@@ -103,23 +109,13 @@ class PrefillMeter:
     @property
     def step_s(self) -> float:
         """How long its largest step takes; 0: not yet known."""
-        found = self._of_size(self._largest)
+        found = self.of_size(self._largest)
         return self._largest / found.rate if found and found.rate else 0.0
 
-    def rate(self, tokens: float, of_one: float = 0) -> float | None:
-        """Where so many tokens wait to be computed, ``of_one`` of them of one prompt: the rate of
-        steps of that size, or of the next larger ones; None: not known.
+    def of_size(self, tokens: float, of_one: float = 0) -> StepRate | None:
+        """What steps make where so many tokens wait to be computed, or the next larger ones; None:
+        not known. ``of_one``: so many are of one prompt, for which a step may be the largest yet.
         """
-        found = self._of_size(tokens, of_one)
-        return found.rate if found else None
-
-    def believed(self, tokens: float, of_one: float = 0) -> None:
-        """By its rate it was decided to compute less: so that perhaps it will not be measured."""
-        found = self._of_size(tokens, of_one)
-        if found:
-            found.believed += 1
-
-    def _of_size(self, tokens: float, of_one: float = 0) -> _StepRate | None:
         most = max(self._largest, of_one) if self._may_be_larger else self._largest
         size = _size_of(min(tokens, most))
         known = [each for each, found in self._rates.items() if each >= size and found.rate]
@@ -128,6 +124,7 @@ class PrefillMeter:
     def began(self, tokens: int, now_s: float, *, full: bool = False) -> None:
         """A step of so many tokens of prompts, after all before it; ``full``: it takes no more."""
         self._under_way.append((tokens, now_s))
+        self._largest = max(self._largest, tokens)
         if full:
             self._may_be_larger = False
 
@@ -142,11 +139,10 @@ class PrefillMeter:
             self._measured(tokens, seconds)
 
     def _measured(self, tokens: int, seconds: float) -> None:
-        self._largest = max(self._largest, tokens)
         size = _size_of(tokens)
         found = self._rates.get(size)
         if found is None:  # the first of its size may be compiled or tuned for
-            self._rates[size] = _StepRate()
+            self._rates[size] = StepRate()
             return
         expected_s = tokens / found.meter.rate if found.meter.rate else math.inf
         found.meter.add(tokens, min(seconds, _HELD_UP * expected_s))
@@ -154,7 +150,7 @@ class PrefillMeter:
 
 
 def _size_of(tokens: float) -> int:
-    """The nearest power of two: steps that are nearly as large as they may be are of one size."""
+    """The exponent of the nearest power of two: steps nearly as large as they may be are of one."""
     return round(math.log2(tokens)) if tokens > 1 else 0
 
 
@@ -222,6 +218,7 @@ class LoadPlanner:
         self._store_rate = 0.0
         self._requests: dict[str, _Request] = {}
         self._work = _Work()
+        self.unfinished: dict[str, None] = {}  # asked for, and not all loaded or computed
 
     # --- what happens
 
@@ -284,6 +281,7 @@ class LoadPlanner:
     def gone(self, request_id: str) -> None:
         """A request has ended."""
         request = self._requests.pop(request_id, None)
+        self.unfinished.pop(request_id, None)
         if request is not None:
             self._work.add(request, -1)
 
@@ -292,11 +290,6 @@ class LoadPlanner:
         """Nothing is known of any request, and the books are empty."""
         work = self._work
         return not self._requests and work == _Work()
-
-    def has_begun(self, request_id: str) -> bool:
-        """Some of it is being loaded or computed, and not all of it is done."""
-        request = self._requests.get(request_id)
-        return request is not None and request.to_load + request.to_compute > 0
 
     # --- what to do
 
@@ -323,11 +316,14 @@ class LoadPlanner:
             return hit_tokens
         others = self._work_of_others(request_id)
         taken = others.to_compute + (0.0 if self._loads_have_room else others.to_load)
-        hit = _Hit(hit_tokens, free_tokens, rest_tokens)
-        wanted = 0
+        hit, wanted = _Hit(hit_tokens, free_tokens, rest_tokens), 0
         if hit_tokens:
             first = self._may_go_first(behind, hit, room_tokens - taken)
-            wanted = self._wanted(hit, others, first, now_s)
+            ready = self._steps.tokens_under_way + others.to_compute - others.tails + first
+            steps = self._steps.of_size(ready + others.tails + hit.all_tokens, hit.all_tokens)
+            wanted = self._wanted(hit, others, ready, steps.rate if steps else None, now_s)
+            if wanted and steps and not request.promised:  # the engine may ask more than once
+                steps.believed += 1
         lost = 0 if wanted == hit_tokens else hit_tokens - wanted + free_tokens
         self._set(request_id, wanted, rest_tokens + lost)
         request.promised = float(wanted)
@@ -361,9 +357,13 @@ class LoadPlanner:
             first += tokens
         return max(0.0, min(first, most))
 
-    def _wanted(self, hit: _Hit, others: _Work, behind: float, now_s: float) -> int:
-        rate = self._load_rate
-        wanted = 0 if rate is None else self._best_split(hit, others, behind, rate)
+    def _wanted(
+        self, hit: _Hit, others: _Work, ready: float, prefill: float | None, now_s: float
+    ) -> int:
+        """``ready``: tokens that the GPU can compute before; ``prefill``: how many a second."""
+        wanted = 0  # as without a tier, until both rates are known
+        if self._load_rate is not None and prefill:
+            wanted = self._best_split(hit, others, ready, prefill, self._load_rate)
         if now_s - self._load_rate_at_s > _PROBED_AFTER_S:
             guess = _LOADS_PER_STORES * self._store_rate or _FIRST_GUESS_BYTES_S
             probe_bytes = _PROBE_S * (self._load_rate or guess)
@@ -371,13 +371,10 @@ class LoadPlanner:
             wanted = max(wanted, min(hit.tokens, math.ceil(room)))
         return wanted
 
-    def _best_split(self, hit: _Hit, others: _Work, behind: float, rate: float) -> int:
-        ready = self._steps.tokens_under_way + others.to_compute - others.tails + behind
-        to_compute = ready + others.tails + hit.all_tokens
-        prefill = self._steps.rate(to_compute, of_one=hit.all_tokens)
-        if not prefill:
-            return 0  # as without a tier; then it is known
-        tokens_per_s = rate / self._token_bytes
+    def _best_split(
+        self, hit: _Hit, others: _Work, ready: float, prefill: float, load_rate: float
+    ) -> int:
+        tokens_per_s = load_rate / self._token_bytes
         disk_s, gpu_s = others.to_load / tokens_per_s, ready / prefill
         tails_s, loading = others.tails / prefill, max(1, others.loading)
 
@@ -389,6 +386,8 @@ class LoadPlanner:
         others_s = others_end_s(gpu_s)
         room_s = max(0.0, self._queue_limit_s() - disk_s)
         most = min(hit.tokens, int(room_s * tokens_per_s))
+        if most < _LEAST * hit.tokens:
+            return 0
 
         def ends_s(load_tokens: float) -> float:
             """When all is computed, of this request and of the others."""
@@ -401,10 +400,9 @@ class LoadPlanner:
         if while_gpu_works < _LEAST * hit.tokens:
             while_gpu_works = 0
         best = min((most, while_gpu_works, 0), key=ends_s)
-        if self._mode == "auto" and most == hit.tokens:
-            best = most if ends_s(most) <= (1 + _WORTH_IT) * ends_s(best) else best
-        if best:
-            self._steps.believed(to_compute, of_one=hit.all_tokens)
+        nearly_s = (1 + _WORTH_IT) * ends_s(best)
+        if self._mode == "auto" and most == hit.tokens and ends_s(most) <= nearly_s:
+            return most
         return best
 
     def _queue_limit_s(self) -> float:
@@ -427,3 +425,7 @@ class LoadPlanner:
         self._work.add(request, -1)
         request.to_load, request.to_compute = float(load_tokens), float(compute_tokens)
         self._work.add(request)
+        if request.to_load or request.to_compute:
+            self.unfinished[request_id] = None
+        else:
+            self.unfinished.pop(request_id, None)

@@ -269,8 +269,9 @@ class TierWorker:
             if self._selector.poll(within):
                 return True
             self._tend()
-            for path in self._paths.values():  # its engine's thread may hang
-                self._take(path, path.poll(self._clock()))
+            if self._parts:  # the engine's thread may hang that has them
+                for path in self._paths.values():
+                    self._take(path, path.poll(self._clock()))
             if left is not None and left <= 0:
                 break
         return bool(self._report)

@@ -46,7 +46,7 @@ from kvdisk.errors import ConfigError
     "--partial-loads",
     type=click.Choice(["auto", "on", "off"]),
     default="auto",
-    help="Of a hit, in the model: load what pays, or all of it (off).",
+    help="How much of a hit the model loads, as the tier's option: what pays, or all of it (off).",
 )
 @click.option(
     "--device-cache", metavar="SIZE", help="An LRU cache before the tier.  [default: none]"

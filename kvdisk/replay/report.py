@@ -24,7 +24,7 @@ from kvdisk.units import display_size, format_size
 _NS_PER_MS: Final = 1e6
 # Of the most that any capacity gives, what a recommendation is content with.
 _ENOUGH: Final = 0.9
-_NOTEWORTHY: Final = 1.02  # times the first token without a tier
+_NOTEWORTHY: Final = 1.02  # times the mean without a tier: less may be chance
 
 
 def as_document(replayed: Replayed) -> dict[str, Any]:
@@ -268,12 +268,13 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
         )
     least_s = _NOTEWORTHY * document["without"]["mean_s"]
     if any(run["ttft"]["mean_s"] > least_s for run in runs):
-        advice = ""
-        if about["partial_loads"] == "off":
-            advice = "; with --partial-loads auto a part of it is computed then, as in vLLM"
         notes.append(
             "here the first token comes later with the tier: the disk takes longer to load a hit "
-            f"than --prefill-rate to compute it, or cannot keep up with the trace{advice}"
+            "than --prefill-rate to compute it, or cannot keep up with the trace; with "
+            "--partial-loads auto a part of it is computed then, as in vLLM"
+            if about["partial_loads"] == "off"
+            else "here the first token comes a little later with the tier: what was to come turned "
+            "out otherwise than the planner expected"
         )
     if place is not None and not about["verify"]:
         notes.append("what was loaded was not compared (--no-verify)")

@@ -19,9 +19,9 @@ class Outcome:
     ``device_blocks`` were served by the cache in front of the tier, ``hit_blocks`` behind them by
     the tier: together the request's prefix that needs no computing. ``load_ns`` is from the
     lookup until the last block was there, or what a disk that is idle would take; 0 where nothing
-    was loaded. ``refused`` counts blocks
-    that were offered and not stored, ``lost`` blocks that were found and could not be loaded, each
-    by reason; ``wrong`` those among the loaded whose bytes were not the stored ones.
+    was loaded. ``refused`` counts blocks that were offered and not stored, ``lost`` blocks that
+    were found and could not be loaded, each by reason; ``wrong`` those among the loaded whose bytes
+    were not the stored ones.
     """
 
     setup: Setup

@@ -1,9 +1,9 @@
 """The model behind every time to first token here, plain enough to be checked by hand.
 
 One server computes prompts, one request after another, at a constant number of tokens a second.
-Whenever it is free, ``LoadPlanner`` says how much of their hits those load that have arrived, as it
-does in a serving engine: it is told what happens, and measures the rates itself. A part of a hit
-takes that part of its time, and the rest is computed. A request is ready for the server when what
+Whenever it is free, ``LoadPlanner`` says how much of their hits those load that have arrived, by
+what it is told of each load and each prompt, one step of the server. A part of a hit takes that
+part of its time, and the rest is computed. A request is ready for the server when what
 it loads is there, and its first token comes when the tokens that were not loaded, at least one, are
 computed:
 
@@ -11,8 +11,9 @@ computed:
     end = start + computed / prefill rate       time to first token = end - arrival
 
 Of those that are ready the one that came first is served, as by vLLM's scheduler; who loads nothing
-is ready at once. The model leaves out decoding that shares the server, batching, and that a token
-late in a long prompt costs more than an early one.
+is ready at once. The model leaves out decoding that shares the server, batching, that a token late
+in a long prompt costs more than an early one, deadlines of loads, and that prompts which wait may
+have something in common.
 """
 
 from __future__ import annotations

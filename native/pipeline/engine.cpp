@@ -364,9 +364,9 @@ std::uint64_t Engine::close(std::int64_t timeout_ns) {
     return abandoned_;
 }
 
-// A thread that hangs in the kernel leaves transfers behind, and a copy that waits for an event in
-// its stream. They end here; such a copy is still made when the event happens, so whoever closes
-// an engine and reuses a load's blocks has to see to the events first.
+// Transfers are left behind by a thread that hangs in the kernel, and by a copy that waits for an
+// event in its stream. They end here; the copy is still made when the event happens, so whoever
+// closes an engine and reuses a load's blocks has to see to the events first.
 void Engine::end_remaining_jobs() {
     const std::lock_guard lock(outbox_->mutex);
     while (!outbox_->jobs.empty()) {

@@ -351,6 +351,12 @@ def test_next_to_nothing_of_a_hit_is_not_worth_a_load() -> None:
     for hit, wanted in ((890, 90), (910, 0)):  # in the time that the one before takes
         planner.arrived("this")
         assert planner.tokens_to_load("this", hit, 0, 1.0) == wanted
+    planner = LoadPlanner("auto", token_bytes=1.0, deadline_s=2)
+    computes(planner, 1, 0.1)
+    planner.measured_loads(1000.0, 1.0)
+    for hit, wanted in ((950, 950), (10_000, 0), (400, 50)):  # as much as the disk gives in 1 s
+        planner.arrived(str(hit))
+        assert planner.tokens_to_load(str(hit), hit, 0, 1.0) == wanted
 
 
 def test_what_lies_behind_a_hit_is_worth_its_load() -> None:
@@ -397,6 +403,16 @@ def test_a_gpu_that_shows_nothing_is_trusted_with_more_and_more() -> None:
     assert loaded_whole() == 0, "now it is as fast as it was believed to be"
 
 
+def test_a_hit_that_is_asked_for_again_and_again_counts_once() -> None:
+    """vLLM asks in each step for one that finds no room."""
+    planner = LoadPlanner("auto", token_bytes=1.0, deadline_s=200)
+    computes(planner, 10_000, 10.0)
+    planner.measured_loads(3000.0, 30.0)
+    planner.arrived("this")
+    for _ in range(1000):
+        assert planner.tokens_to_load("this", 10_000, 0, 30.0) == 10_000
+
+
 def test_what_is_known_of_steps_of_one_size_is_not_said_of_larger_ones() -> None:
     """Found by an attack: hundreds of short prompts made the GPU count as slow, since a step costs
     something in any case, and what was long was loaded for ever.
@@ -424,8 +440,9 @@ def test_what_the_gpu_has_not_shown_yet_it_is_given_to_do() -> None:
         planner.step_ended(now_s)
     assert planner.tokens_to_load("this", 32, 0, now_s) == 32
     assert planner.tokens_to_load("this", 20_000, 0, now_s) == 0, "the first may be compiled"
-    planner.settled("this", 10_000)
+    planner.settled("this", 20_000)
     planner.step_began({"this": 10_000}, now_s)
+    assert planner.tokens_to_load("this", 8000, 0, now_s) == 0, "while it is under way"
     planner.step_ended(now_s + 1)
     assert planner.tokens_to_load("this", 20_000, 0, now_s) == 20_000, "by steps of 10,000"
     assert planner.tokens_to_load("this", 100, 0, now_s) == 100, "by the next larger size"
@@ -493,17 +510,16 @@ def test_no_more_is_asked_of_the_disk_than_it_gives_before_the_deadline() -> Non
         wanted = planner.tokens_to_load(str(number), 800, 0, 0.0)
         planner.load_began(str(number), wanted)
         asked += wanted
-    assert asked == 1000
+    assert asked == pytest.approx(1000, abs=1)
 
 
-@pytest.mark.parametrize("rate", [0.0, 1e-300, 1e-9])
-def test_a_disk_that_gives_nothing_is_asked_for_little_and_breaks_nothing(rate: float) -> None:
-    """Its first loads are under way and none has come, or it hangs and its rate fades away."""
+def test_a_disk_that_gives_nothing_is_asked_for_little_and_breaks_nothing() -> None:
+    """Its first loads are under way and none has come, or it hangs."""
     planner = LoadPlanner("on", token_bytes=TOKEN_BYTES, deadline_s=2)
     computes(planner, TOKENS, 0.2)
     planner.arrived("first")
     planner.load_began("first", TOKENS)
-    planner.measured_loads(rate, 0.2)
+    planner.measured_loads(0.0, 0.2)
     planner.arrived("second")
     asked = planner.tokens_to_load("second", TOKENS, 0, 0.2, behind=[TOKENS])
     assert asked * TOKEN_BYTES <= 50e6 + TOKEN_BYTES
@@ -525,13 +541,13 @@ def test_what_has_ended_is_forgotten() -> None:
 
 def test_the_prefill_rate_leaves_out_idle_time() -> None:
     meter = PrefillMeter()
-    assert meter.rate(1000) is None
+    assert rate_of(meter, 1000) is None
     for began_s in (0.0, 100.0, 200.0):
         meter.began(1000, began_s)
         meter.ended(began_s + 0.5)
         meter.began(0, began_s + 0.5)
         meter.ended(began_s + 50)
-    assert meter.rate(1000) == meter.rate(10) == pytest.approx(2000)
+    assert rate_of(meter, 1000) == rate_of(meter, 10) == pytest.approx(2000)
     assert meter.largest == 1000
     assert meter.step_s == pytest.approx(0.5)
 
@@ -544,7 +560,7 @@ def test_the_prefill_rate_of_steps_that_overlap() -> None:
     for number in range(1, 50):
         meter.ended(0.5 * number)
         meter.began(1000, 0.5 * number + 0.001)
-    assert meter.rate(1000) == pytest.approx(2000, rel=0.05)
+    assert rate_of(meter, 1000) == pytest.approx(2000, rel=0.05)
     assert meter.tokens_under_way == 2000
 
 
@@ -554,7 +570,7 @@ def test_steps_nearly_as_large_as_they_may_be_are_of_one_size() -> None:
     for number, tokens in enumerate((8192, 8191, 8000, 7000)):
         meter.began(tokens, number)
         meter.ended(number + 0.5)
-    assert meter.rate(8192) == pytest.approx(2 * (8191 + 8000 + 7000) / 3, rel=0.05)
+    assert rate_of(meter, 8192) == pytest.approx(2 * (8191 + 8000 + 7000) / 3, rel=0.05)
 
 
 def test_a_step_counts_for_a_few_times_what_was_expected_at_most() -> None:
@@ -562,11 +578,11 @@ def test_a_step_counts_for_a_few_times_what_was_expected_at_most() -> None:
     for began_s, seconds in ((0.0, 0.1), (1.0, 0.1), (2.0, 60.0)):
         meter.began(1000, began_s)
         meter.ended(began_s + seconds)
-    assert meter.rate(1000) > 10_000 / 3
+    assert rate_of(meter, 1000) > 10_000 / 3
     for number in range(20):
         meter.began(1000, 100.0 + number)
         meter.ended(100.5 + number)
-    assert meter.rate(1000) == pytest.approx(2000, rel=0.05), "one that is slow is found out"
+    assert rate_of(meter, 1000) == pytest.approx(2000, rel=0.05), "one that is slow is found out"
 
 
 def test_a_rate_follows_what_came_last() -> None:
@@ -594,6 +610,11 @@ def _planner(rate: float | None = 1000.0) -> LoadPlanner:
     if rate is not None:
         planner.measured_loads(rate, 1.0)
     return planner
+
+
+def rate_of(meter: PrefillMeter, tokens: int) -> float | None:
+    found = meter.of_size(tokens)
+    return found.rate if found else None
 
 
 def _asked_behind(planner: LoadPlanner) -> int:
@@ -662,5 +683,5 @@ def test_more_steps_under_way_than_two_are_paired_with_their_outputs() -> None:
         meter.began(1000, 0.0)
     for number in range(10):
         meter.ended(0.1 * (number + 1))
-    assert meter.rate(1000) == pytest.approx(10_000)
+    assert rate_of(meter, 1000) == pytest.approx(10_000)
     assert meter.tokens_under_way == 0

@@ -130,9 +130,7 @@ def test_loading_all_of_each_hit_is_as_written_down_plainly(demand: Demand) -> N
 
 @settings(deadline=None)
 @given(demands(), st.sampled_from(["auto", "on"]), st.booleans())
-def test_a_part_of_a_hit_takes_a_part_of_its_time(
-    demand: Demand, mode: PartialLoads, queue: bool
-) -> None:
+def test_what_is_not_loaded_is_computed(demand: Demand, mode: PartialLoads, queue: bool) -> None:
     found = served(demand, mode=mode, queue=queue)
     all_tokens = demand.hit_tokens + demand.rest_tokens
     assert 0 <= found.loaded_tokens <= demand.hit_tokens.sum()

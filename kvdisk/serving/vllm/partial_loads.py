@@ -19,7 +19,7 @@ from kvdisk.transfer import Direction
 
 Answer = TypeVar("Answer")
 
-_LOOK_AHEAD: Final = 8  # requests whose blocks may have been evicted since they came
+_LOOK_AHEAD: Final = 8  # requests that wait: of more it is not asked what they still need
 
 logger = init_logger("vllm.kvdisk")
 
@@ -50,7 +50,6 @@ class PartialLoads(KeepWaiting):
         )
         self._disk_rate = disk_rate
         self._requests: dict[str, Any] = {}  # vLLM's own, of those that have not ended
-        self._begun: dict[str, Any] = {}  # of these, perhaps, who is being loaded or computed
         self.keep_waiting(config)
 
     def ask_planner(self, ask: Callable[[LoadPlanner], Answer], otherwise: Answer) -> Answer:
@@ -59,7 +58,7 @@ class PartialLoads(KeepWaiting):
             try:
                 return ask(self.planner)
             except Exception:
-                self.planner, self._requests, self._begun = None, {}, {}
+                self.planner, self._requests = None, {}
                 logger.exception("kvdisk: this is a bug, please report it; hits are loaded whole.")
         return otherwise
 
@@ -97,7 +96,7 @@ class PartialLoads(KeepWaiting):
         """As ``update_state_after_alloc`` says it: first what is found, then what came of it."""
         done = request.num_computed_tokens or self._on_gpu + found_tokens
         left = max(0, request.num_tokens - done)
-        self.ask_planner(lambda it: self._goes_on(it, request, left), None)
+        self.ask_planner(lambda it: it.settled(request.request_id, left), None)
 
     # --- what happens, as vLLM says it
 
@@ -144,13 +143,17 @@ class PartialLoads(KeepWaiting):
 
         What several want is computed, or loaded, for the first of them; the others wait for that.
         """
-        self._begun = {each: of for each, of in self._begun.items() if planner.has_begun(each)}
-        before = [request.block_hashes, *(of.block_hashes for of in self._begun.values())]
-        for request_id in islice(self.waiting or (), _LOOK_AHEAD):
-            other = self._requests.get(request_id)
-            if other is None or request_id == request.request_id:
-                continue
-            done = max(self.found_tokens(request_id), self.shared_tokens(request_id, before))
+        begun = [self._requests[each] for each in planner.unfinished if each in self._requests]
+        before = [request.block_hashes, *(each.block_hashes for each in begun)]
+        waiting = (
+            self._requests[each]
+            for each in self.waiting or ()
+            if each in self._requests and each not in planner.unfinished
+        )
+        others = (each for each in waiting if each.request_id != request.request_id)
+        for other in islice(others, _LOOK_AHEAD):
+            name = other.request_id
+            done = max(self.found_tokens(name), self.shared_tokens(name, before))
             yield max(1, other.num_tokens - done)
             before.append(other.block_hashes)
 
@@ -158,13 +161,8 @@ class PartialLoads(KeepWaiting):
         self._requests[request.request_id] = request
         planner.arrived(request.request_id)
 
-    def _goes_on(self, planner: LoadPlanner, request: Any, left_tokens: int) -> None:
-        self._begun[request.request_id] = request
-        planner.settled(request.request_id, left_tokens)
-
     def _gone(self, planner: LoadPlanner, request: Any) -> None:
         self._requests.pop(request.request_id, None)
-        self._begun.pop(request.request_id, None)
         planner.gone(request.request_id)
 
     def _progressed(self, planner: LoadPlanner, loaded: Iterable[str], now_s: float) -> None:

@@ -330,14 +330,17 @@ class KeepWaiting:
         return self._ask_waiting(lambda it: self._found_on_device(it, request_id), 0)
 
     def shared_tokens(self, request_id: str, others: Iterable[Sequence[bytes]]) -> int:
-        """How many of the first tokens of one that waits are those of another prompt, by whose
-        hashes ``others`` come, so that the device's cache has them when that has them.
+        """The longest head, in tokens, that one that waits has in common with any of these prompts
+        (``others``: their hashes). The device's cache has it once it has theirs.
         """
         device = self._device
         if device is None:
             return 0
         return self._ask_waiting(
-            lambda it: max(device.shared_tokens(it.hashes(request_id), each) for each in others), 0
+            lambda it: max(
+                (device.shared_tokens(it.hashes(request_id), each) for each in others), default=0
+            ),
+            0,
         )
 
     def room_tokens(self) -> float:
@@ -426,7 +429,7 @@ class KeepWaiting:
 
     def _ask_waiting(self, ask: Callable[[Waiting], Answer], otherwise: Answer) -> Answer:
         """What reads vLLM's state may fail; that must not end the engine. Then vLLM's order of
-        eviction stays as it is, and what its caches have is not known to the planner.
+        eviction stays as it is, and nobody who waits is known to the planner.
         """
         if self.waiting is not None:
             try:

@@ -80,7 +80,7 @@ def connector(planner: LoadPlanner | None) -> Any:
     made = object.__new__(KVDiskConnector)
     made.connector_scheduler = Scheduler()
     made._max_loadable_tokens = lambda *_: None
-    made.planner, made._requests, made._begun = planner, {}, {}
+    made.planner, made._requests = planner, {}
     return made
 
 
@@ -286,7 +286,7 @@ def tiering_connector(planner: LoadPlanner, directory: Path) -> tuple[Any, RamTi
     made: Any = object.__new__(KVDiskTieringConnector)
     made._max_loadable_tokens = lambda *_: None
     rows = np.zeros((4 * CHUNKS, 4096), np.uint8)
-    made.planner, made._requests, made._begun = planner, {}, {}
+    made.planner, made._requests = planner, {}
     made._tier = secondary_tier(directory, rows)
     made.connector_scheduler = RamTier(made._tier)
     made.waiting = Waiting()
@@ -378,7 +378,6 @@ def test_what_is_left_to_compute_follows_from_what_the_gpu_has_when_a_request_go
     made = Told()
     left: list[int] = []
     made.planner = SimpleNamespace(settled=lambda _, tokens: left.append(tokens))  # type: ignore[assignment]
-    made._begun = {}
     for on_gpu, done in ((0, 0), (CHUNK, 0), (CHUNK, 2 * CHUNK)):
         request = SimpleNamespace(request_id="one", num_tokens=TOKENS, num_computed_tokens=done)
         made.get_num_new_matched_tokens(request, on_gpu)

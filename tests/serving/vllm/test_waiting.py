@@ -171,10 +171,13 @@ def test_more_waits_than_the_device_holds(keep: bool, tmp_path: Path) -> None:
     assert keep or found == 0
 
 
+NOBODY = SimpleNamespace(request_id=None, block_hashes=[])
+
+
 def work_behind(engine: Engine, asked: Any = None) -> dict[str, int]:
     """Of each request that waits, behind one that is asked for or behind none."""
     ours = engine.ours
-    asked = asked or SimpleNamespace(request_id=None, block_hashes=[])
+    asked = asked or NOBODY
     names = [each for each in ours.waiting if each != asked.request_id]
     return dict(zip(names, ours._work_behind(ours.planner, asked), strict=True))
 
@@ -250,14 +253,19 @@ def test_what_several_want_is_work_for_the_first_of_them(tmp_path: Path) -> None
         assert work_behind(engine) == {}
 
 
-def test_who_has_ended_is_forgotten(tmp_path: Path) -> None:
-    with engine_of(tmp_path, Setting()) as engine:
-        for prefix in range(4):
-            engine.ask(prefix, CHUNKS * BLOCK_TOKENS, 2)
-            engine.drain()
-        assert len(engine.ours._begun) <= 1
-        work_behind(engine)
-        assert engine.ours._begun == engine.ours._requests == {}
+def test_who_was_asked_and_still_waits_is_no_work_behind(tmp_path: Path) -> None:
+    """Below a RAM tier, until what is promised is there: the planner's books have it already."""
+    with engine_of(tmp_path, Setting(gpu_blocks=3 * CHUNKS, ram_rows=2 * CHUNKS)) as engine:
+        waits = engine.ask_for([7] * CHUNKS * BLOCK_TOKENS)
+        assert work_behind(engine) == {waits.request_id: CHUNKS * BLOCK_TOKENS}
+        engine.ours.planner.tokens_to_load(waits.request_id, 64, 64, 0.0)
+        assert [*engine.ours._work_behind(engine.ours.planner, NOBODY)] == []
+        other = engine.ask_for([7] * CHUNKS * BLOCK_TOKENS)
+        [left] = engine.ours._work_behind(engine.ours.planner, NOBODY)
+        assert left == 1, "it waits for the same"
+        assert other.request_id not in engine.ours.planner.unfinished
+        engine.drain()
+        assert engine.ours._requests == engine.ours.planner.unfinished == {}
 
 
 def test_the_next_step_of_one_that_runs_takes_nothing_that_is_wanted(tmp_path: Path) -> None:
