@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -39,6 +39,7 @@ _PROBED_AFTER_S: Final = 60.0  # of no loads: a disk that was slow may not be so
 # it; a GPU that was three times as slow for a while is found out after 128.
 _BELIEVED: Final = 64  # hits; then a GPU's rate counts for twice as much, until it is measured
 _DOUBLINGS_MAX: Final = 10
+_FULL_STEPS: Final = 16  # then the largest of these is what a step takes, whatever it took before
 _LOADS_PER_STORES: Final = 0.5  # of the rates: a guess, as long as no load has been measured
 _PROBE_S: Final = 0.05  # what finding a rate out may cost, by the last one known
 _FIRST_GUESS_BYTES_S: Final = 1e9
@@ -51,6 +52,7 @@ _LEAST: Final = 0.1  # of a hit: less is not loaded, since a load's end is seen 
 # What goes before a hit may be so many times as long as it, in the mean: with more the mean wait
 # grows. A tenth is for prompts that are nearly of one length.
 _LONGER: Final = 1.1
+_SEEN_AFTER: Final = 2  # steps of the GPU: the end of a load that begins now, at the earliest
 # As much may be asked of the disk as takes so many steps of the GPU: with fewer it lies idle where
 # they are long, with more a request waits for what was computed meanwhile.
 _STEPS_QUEUED: Final = 4
@@ -93,13 +95,15 @@ class PrefillMeter:
         self._rates: dict[int, StepRate] = {}  # by ``_size_of`` them
         self._under_way: deque[tuple[int, float]] = deque(maxlen=_STEPS_AHEAD)
         self._largest = 0
-        self._may_be_larger = True
+        self._full: deque[int] = deque(maxlen=_FULL_STEPS)  # that took no more
         self._ended_s = -math.inf
 
     @property
     def largest(self) -> int:
-        """How many tokens of prompts a step takes at the most, as far as is known."""
-        return self._largest
+        """How many tokens of prompts a step takes at the most, as far as is known: what else the
+        engine does may leave less of it than before.
+        """
+        return max(self._full) if len(self._full) == _FULL_STEPS else self._largest
 
     @property
     def tokens_under_way(self) -> int:
@@ -109,24 +113,27 @@ class PrefillMeter:
     @property
     def step_s(self) -> float:
         """How long its largest step takes; 0: not yet known."""
-        found = self.of_size(self._largest)
-        return self._largest / found.rate if found and found.rate else 0.0
+        found = self.of_size(self.largest)
+        return self.largest / found.rate if found and found.rate else 0.0
 
     def of_size(self, tokens: float, of_one: float = 0) -> StepRate | None:
         """What steps make where so many tokens wait to be computed, or the next larger ones; None:
-        not known. ``of_one``: so many are of one prompt, for which a step may be the largest yet.
+        not known. ``of_one``: so many are of one prompt, for which a step may be the largest yet;
+        for all together the largest will do that is known.
         """
-        most = max(self._largest, of_one) if self._may_be_larger else self._largest
-        size = _size_of(min(tokens, most))
-        known = [each for each, found in self._rates.items() if each >= size and found.rate]
-        return self._rates[min(known)] if known else None
+        most = self.largest if self._full else max(self._largest, of_one)
+        size, own_size = _size_of(min(tokens, most)), _size_of(min(of_one or tokens, most))
+        known = [each for each, found in self._rates.items() if each >= own_size and found.rate]
+        if not known:
+            return None
+        return self._rates[min((each for each in known if each >= size), default=max(known))]
 
     def began(self, tokens: int, now_s: float, *, full: bool = False) -> None:
         """A step of so many tokens of prompts, after all before it; ``full``: it takes no more."""
         self._under_way.append((tokens, now_s))
         self._largest = max(self._largest, tokens)
         if full:
-            self._may_be_larger = False
+            self._full.append(tokens)
 
     def ended(self, now_s: float) -> None:
         """The output of the first step under way is here."""
@@ -144,6 +151,8 @@ class PrefillMeter:
         if found is None:  # the first of its size may be compiled or tuned for
             self._rates[size] = StepRate()
             return
+        if found.believed >= _BELIEVED:
+            found.meter = RateMeter()  # what was doubted does not weigh on what is found out
         expected_s = tokens / found.meter.rate if found.meter.rate else math.inf
         found.meter.add(tokens, min(seconds, _HELD_UP * expected_s))
         found.believed = 0
@@ -318,10 +327,14 @@ class LoadPlanner:
         taken = others.to_compute + (0.0 if self._loads_have_room else others.to_load)
         hit, wanted = _Hit(hit_tokens, free_tokens, rest_tokens), 0
         if hit_tokens:
-            first = self._may_go_first(behind, hit, room_tokens - taken)
-            ready = self._steps.tokens_under_way + others.to_compute - others.tails + first
-            steps = self._steps.of_size(ready + others.tails + hit.all_tokens, hit.all_tokens)
-            wanted = self._wanted(hit, others, ready, steps.rate if steps else None, now_s)
+            ready = self._steps.tokens_under_way + others.to_compute - others.tails
+            first = self._may_go_first([*behind], hit, ready, room_tokens - taken)
+            steps = self._steps.of_size(
+                ready + (first or 0) + others.tails + hit.all_tokens, hit.all_tokens
+            )
+            if first is not None:
+                rate = steps.rate if steps else None
+                wanted = self._wanted(hit, others, ready + first, rate, now_s)
             if wanted and steps and not request.promised:  # the engine may ask more than once
                 steps.believed += 1
         lost = 0 if wanted == hit_tokens else hit_tokens - wanted + free_tokens
@@ -342,18 +355,26 @@ class LoadPlanner:
 
     # --- steps of the above
 
-    def _may_go_first(self, behind: Iterable[float], hit: _Hit, room_tokens: float) -> float:
+    def _may_go_first(
+        self, behind: Sequence[float], hit: _Hit, ready: float, room_tokens: float
+    ) -> float | None:
         """How much of what waits behind the GPU may compute before: the mean wait grows where those
-        that go first are longer than who lets them.
+        that go first are longer than who lets them. None: one that is much longer would begin
+        before any load's end is seen, and make this one wait for more than all of them gain.
         """
-        most = min(_STEPS_BEHIND * self._steps.largest, room_tokens)
+        largest = self._steps.largest
+        most = min(_STEPS_BEHIND * largest, room_tokens)
         first = 0.0
-        for count, tokens in enumerate(behind, 1):
+        for count, tokens in enumerate(behind):
             if first >= most:
                 break
-            if first + tokens > _LONGER * count * hit.all_tokens:
+            if first + tokens > _LONGER * (count + 1) * hit.all_tokens:
+                who_gain = 1 + len(behind) - count
+                begins_soon = ready + first < _SEEN_AFTER * largest
+                if begins_soon and who_gain * hit.tokens < tokens and self._load_rate is not None:
+                    return None
                 # The load's end is seen a step later; by then that one must not have begun.
-                return max(0.0, first - self._steps.largest)
+                return max(0.0, first - largest)
             first += tokens
         return max(0.0, min(first, most))
 

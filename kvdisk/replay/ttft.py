@@ -21,6 +21,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -30,6 +31,7 @@ from kvdisk.load_plan import LoadPlanner
 from kvdisk.replay.trace import Numbers
 
 _NS_PER_S: Final = 10**9
+_LOOK_AHEAD: Final = 8  # prompts that wait, as vLLM's adapter does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +125,15 @@ class _Served:
         while self._events:
             now_ns, number, what = heapq.heappop(self._events)
             happens[what](number, now_ns)
-            more_at_once = self._events and self._events[0][0] == now_ns
-            if not self._computing and not more_at_once:
-                while self._arrived:
-                    self._split(self._arrived.popleft(), now_ns)
-                if self._ready:
-                    self._compute(heapq.heappop(self._ready), now_ns)
+            if self._computing or self._more_at(now_ns):
+                continue
+            while self._arrived:
+                self._split(self._arrived.popleft(), now_ns)
+            if self._ready and not self._more_at(now_ns):
+                self._compute(heapq.heappop(self._ready), now_ns)
+
+    def _more_at(self, now_ns: int) -> bool:
+        return bool(self._events) and self._events[0][0] == now_ns
 
     def _arrive(self, number: int, now_ns: int) -> None:
         self._arrived.append(number)
@@ -141,7 +146,9 @@ class _Served:
             hit,
             rest,
             now_ns / _NS_PER_S,
-            behind=(self._hits[each] + self._rest[each] for each in self._arrived),
+            behind=[
+                self._hits[each] + self._rest[each] for each in islice(self._arrived, _LOOK_AHEAD)
+            ],
         )
         self._to_compute[number] = max(1, hit + rest - loaded)
         if loaded:

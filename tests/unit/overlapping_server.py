@@ -171,11 +171,20 @@ class OverlappingServer:
             self.planner.measured_loads(self.disk * TOKEN_BYTES, self.now)
 
 
-def computes(planner: LoadPlanner, tokens: int, seconds: float, began_s: float = 0.0) -> None:
-    """The GPU has taken so long for so many tokens: not only once, which may be chance."""
+def computes(
+    planner: LoadPlanner,
+    tokens: int,
+    seconds: float,
+    began_s: float = 0.0,
+    *,
+    full: bool = True,
+) -> None:
+    """The GPU has taken so long for so many tokens: not only once, which may be chance. ``full``:
+    its steps take no more.
+    """
     for _ in range(3):
         planner.arrived("warm")
-        planner.settled("warm", tokens + 1)  # so that it is known that a step takes no more
+        planner.settled("warm", tokens + full)
         planner.step_began({"warm": tokens}, began_s - seconds)
         planner.step_ended(began_s)
         planner.gone("warm")

@@ -288,6 +288,22 @@ def test_nobody_lets_those_go_first_who_take_much_longer() -> None:
     assert wanted(10_000, 10_000, 13_100) == 1000, "the last begins before the load's end is seen"
 
 
+def test_nothing_is_loaded_before_a_prompt_that_is_much_longer() -> None:
+    """Nor asked of the disk to find out its rate: also then the long one would have begun."""
+    planner = _planner(rate=100_000.0)
+    for behind, wanted in ((60_000, 0), (30_000, 10_000)):
+        planner.arrived("this")
+        asked = planner.tokens_to_load("this", 10_000, 0, 1e6, behind=[behind, 100, 100])
+        assert asked == wanted
+    planner.arrived("before")
+    planner.settled("before", 20_000)  # takes both steps until a load's end is seen
+    planner.arrived("this")
+    assert planner.tokens_to_load("this", 10_000, 0, 1e6, behind=[60_000]) == 10_000
+    unknown = _planner(rate=None)
+    unknown.arrived("this")
+    assert unknown.tokens_to_load("this", 10_000, 0, 1e6, behind=[60_000]) > 0, "once"
+
+
 @pytest.mark.parametrize("long", [2, 8, 15])
 @pytest.mark.parametrize("disk", [0.1, 0.2, 0.4, 0.8])
 def test_a_hit_before_a_longer_prompt_waits_no_longer_than_without(disk: float, long: int) -> None:
@@ -419,11 +435,51 @@ def test_what_is_known_of_steps_of_one_size_is_not_said_of_larger_ones() -> None
     """
     planner = _planner(rate=5000.0)
     for number in range(2000):  # 100 tokens, 20 ms each
-        computes(planner, 100, 0.02, began_s=2.0 + number)
+        computes(planner, 100, 0.02, began_s=2.0 + number, full=False)
     planner.measured_loads(5000.0, 2002.0)
     for hit, wanted in ((100, 100), (10_000, 0)):
         planner.arrived("this")
         assert planner.tokens_to_load("this", hit, 0, 500.0) == wanted
+
+
+@pytest.mark.parametrize("first_steps", [1, 20])
+def test_what_a_step_takes_may_become_less(first_steps: int) -> None:
+    """Found by an attack: decodes, or vLLM's threshold for long prompts, leave less of a step for
+    them; then what was known of larger steps stood against every hit.
+    """
+    planner = LoadPlanner("auto", token_bytes=1.0, deadline_s=200)
+    now_s = 1.0
+    whole = 0
+    for number, step in enumerate([8192] * first_steps + [2048] * 600):
+        planner.measured_loads(100_000.0, now_s)
+        planner.arrived("this")
+        if planner.tokens_to_load("this", 20_000, 0, now_s) == 20_000:
+            whole += number >= first_steps
+            planner.gone("this")
+            continue
+        planner.settled("this", 20_000)
+        planner.step_began({"this": step}, now_s)
+        now_s += step / 10_000
+        planner.step_ended(now_s)
+    assert whole > 550
+
+
+def test_a_longer_prompt_than_ever_says_nothing_of_those_after_it() -> None:
+    """Found by an attack, where prompts are computed whole: one that came once had no rate, and
+    whenever as much waited nothing was loaded.
+    """
+    planner = LoadPlanner("auto", token_bytes=1.0, deadline_s=200)
+    planner.measured_loads(100_000.0, 1.0)
+    computes(planner, 8000, 0.8, full=False)
+    planner.arrived("long")
+    planner.settled("long", 100_000)
+    planner.step_began({"long": 100_000}, 2.0)
+    planner.step_ended(12.0)
+    planner.gone("long")
+    planner.arrived("before")
+    planner.settled("before", 100_000)
+    planner.arrived("this")
+    assert planner.tokens_to_load("this", 8000, 0, 12.0) == 8000
 
 
 def test_what_the_gpu_has_not_shown_yet_it_is_given_to_do() -> None:

@@ -19,7 +19,7 @@ from kvdisk.transfer import Direction
 
 Answer = TypeVar("Answer")
 
-_LOOK_AHEAD: Final = 8  # requests that wait: of more it is not asked what they still need
+_LOOK_AHEAD: Final = 8  # requests: of more that wait it is not asked what they still need
 
 logger = init_logger("vllm.kvdisk")
 
@@ -142,9 +142,13 @@ class PartialLoads(KeepWaiting):
         """Tokens of each of the next that wait: what no cache has and is computed for none before.
 
         What several want is computed, or loaded, for the first of them; the others wait for that.
+        Of those that have begun only the last are compared: a step may ask for hundreds.
         """
-        begun = [self._requests[each] for each in planner.unfinished if each in self._requests]
-        before = [request.block_hashes, *(each.block_hashes for each in begun)]
+        begun = (
+            self._requests[each] for each in reversed(planner.unfinished) if each in self._requests
+        )
+        last_begun = islice(begun, _LOOK_AHEAD)
+        before = [request.block_hashes, *(each.block_hashes for each in last_begun)]
         waiting = (
             self._requests[each]
             for each in self.waiting or ()
