@@ -43,6 +43,7 @@ GROUPS = {
         "self_test",
         "metrics",
         "rate_meter",
+        "prefill_meter",
         "load_plan",
         "scheduler",
         "worker",
