@@ -33,6 +33,7 @@ from typing import Final
 from kvdisk.config import PartialLoads, TierConfig
 from kvdisk.prefill_meter import PrefillMeter
 
+LOOK_AHEAD: Final = 8  # of those that wait: about so many the planner is told
 _PROBED_AFTER_S: Final = 60.0  # of no loads: a disk that was slow may not be so any more
 _LOADS_PER_STORES: Final = 0.5  # of the rates: a guess, as long as no load has been measured
 _PROBE_S: Final = 0.05  # what finding a rate out may cost, by the last one known
@@ -214,9 +215,10 @@ class LoadPlanner:
         """How many of ``hit_tokens`` to load; ``rest_tokens`` are computed in any case.
 
         ``free_tokens``, behind the hit, need neither if all of the hit is loaded. ``behind``: what
-        is to be computed of each that waits behind, in order, as if the disk had nothing of them,
-        without what is computed for another before. ``room_tokens``: what the device's cache takes
-        beside all of this request; what finds no room there is no work for the GPU yet.
+        is to be computed of each of the next ``LOOK_AHEAD`` that wait, in order, as if the disk had
+        nothing of them, without what is computed for another before. ``room_tokens``: what the
+        device's cache takes beside all of this request; what finds no room there is no work for
+        the GPU yet.
         """
         request = self._requests.get(request_id)
         if request is None or self._mode == "off":
@@ -258,7 +260,8 @@ class LoadPlanner:
     ) -> float | None:
         """How much of what waits behind the GPU may compute before: the mean wait grows where those
         that go first are longer than who lets them. None: one that is much longer would begin
-        before any load's end is seen, and make this one wait for more than all of them gain.
+        before any load's end is seen, and make this one wait for more than all of them gain; with
+        more behind than it is told of, they gain more than is known.
         """
         largest = self._steps.largest
         most = min(_STEPS_BEHIND * largest, room_tokens)
@@ -269,7 +272,8 @@ class LoadPlanner:
             if first + tokens > _LONGER * (count + 1) * hit.all_tokens:
                 who_gain = 1 + len(behind) - count
                 begins_soon = ready + first < _SEEN_AFTER * largest
-                if begins_soon and who_gain * hit.tokens < tokens and self._load_rate is not None:
+                costs_more = len(behind) < LOOK_AHEAD and who_gain * hit.tokens < tokens
+                if begins_soon and costs_more and self._load_rate is not None:
                     return None
                 # The load's end is seen a step later; by then that one must not have begun.
                 return max(0.0, first - largest)

@@ -83,9 +83,9 @@ class PrefillMeter:
     def began(self, tokens: int, now_s: float, *, full: bool = False) -> None:
         """A step of so many tokens of prompts, after all before it; ``full``: it takes no more."""
         self._under_way.append((tokens, now_s))
+        if full or (self._full and tokens > self.largest):
+            self._full.append(tokens)  # a step that takes them shows as well what steps may take
         self._largest = max(self._largest, tokens)
-        if full:
-            self._full.append(tokens)
 
     def ended(self, now_s: float) -> None:
         """The output of the first step under way is here."""

@@ -27,11 +27,10 @@ from typing import Final
 import numpy as np
 
 from kvdisk.config import PartialLoads, TierConfig
-from kvdisk.load_plan import LoadPlanner
+from kvdisk.load_plan import LOOK_AHEAD, LoadPlanner
 from kvdisk.replay.trace import Numbers
 
 _NS_PER_S: Final = 10**9
-_LOOK_AHEAD: Final = 8  # prompts that wait, as vLLM's adapter does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +146,7 @@ class _Served:
             rest,
             now_ns / _NS_PER_S,
             behind=[
-                self._hits[each] + self._rest[each] for each in islice(self._arrived, _LOOK_AHEAD)
+                self._hits[each] + self._rest[each] for each in islice(self._arrived, LOOK_AHEAD)
             ],
         )
         self._to_compute[number] = max(1, hit + rest - loaded)

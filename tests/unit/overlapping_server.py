@@ -11,14 +11,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvdisk.load_plan import LoadPlanner
+from kvdisk.load_plan import LOOK_AHEAD, LoadPlanner
 
 TOKENS = 8192  # of a prompt, as far as the cache of the disk goes
 QUESTION = 32  # more, which are computed in any case
 STEP_TOKENS = 8192
 CACHE_TOKENS = 8 * TOKENS + 1024  # what the device's cache holds
 LAUNCH_S = 0.02
-LOOK_AHEAD = 8  # prompts, as the adapter for vLLM does
 TOKEN_BYTES = 131072.0
 
 

@@ -294,6 +294,9 @@ def test_nothing_is_loaded_before_a_prompt_that_is_much_longer() -> None:
         planner.arrived("this")
         asked = planner.tokens_to_load("this", 10_000, 0, 1e6, behind=[behind, 100, 100])
         assert asked == wanted
+    planner.arrived("this")
+    asked = planner.tokens_to_load("this", 10_000, 0, 1e6, behind=[60_000] + 7 * [100])
+    assert asked == 10_000, "and there may be many more, who all gain"
     planner.arrived("before")
     planner.settled("before", 20_000)  # takes both steps until a load's end is seen
     planner.arrived("this")
@@ -461,6 +464,28 @@ def test_what_a_step_takes_may_become_less(first_steps: int) -> None:
         now_s += step / 10_000
         planner.step_ended(now_s)
     assert whole > 550
+
+
+def test_what_a_step_takes_may_become_more_again() -> None:
+    """Found by an attack: a server that was busy with answers has time again, and prompts that fit
+    into a step.
+    """
+    planner = LoadPlanner("auto", token_bytes=1.0, deadline_s=200)
+    for number in range(20):
+        computes(planner, 400, 0.03, began_s=1.0 + number)
+    now_s, whole = 30.0, 0
+    for _ in range(2000):
+        planner.measured_loads(200_000.0, now_s)
+        planner.arrived("this")
+        if planner.tokens_to_load("this", 4000, 32, now_s) == 4000:
+            whole += 1
+            planner.gone("this")
+            continue
+        planner.settled("this", 4032)
+        planner.step_began({"this": 4032}, now_s)
+        now_s += 0.21
+        planner.step_ended(now_s)
+    assert whole > 1950
 
 
 def test_a_longer_prompt_than_ever_says_nothing_of_those_after_it() -> None:

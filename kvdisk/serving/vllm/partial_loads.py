@@ -8,18 +8,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from vllm.logger import init_logger
 
 from kvdisk import TierConfig
-from kvdisk.load_plan import LoadPlanner
+from kvdisk.load_plan import LOOK_AHEAD, LoadPlanner
 from kvdisk.serving.vllm.waiting import KeepWaiting
 from kvdisk.transfer import Direction
 
 Answer = TypeVar("Answer")
 
-_LOOK_AHEAD: Final = 8  # requests: of more that wait it is not asked what they still need
 
 logger = init_logger("vllm.kvdisk")
 
@@ -147,7 +146,7 @@ class PartialLoads(KeepWaiting):
         begun = (
             self._requests[each] for each in reversed(planner.unfinished) if each in self._requests
         )
-        last_begun = islice(begun, _LOOK_AHEAD)
+        last_begun = islice(begun, LOOK_AHEAD)
         before = [request.block_hashes, *(each.block_hashes for each in last_begun)]
         waiting = (
             self._requests[each]
@@ -155,7 +154,7 @@ class PartialLoads(KeepWaiting):
             if each in self._requests and each not in planner.unfinished
         )
         others = (each for each in waiting if each.request_id != request.request_id)
-        for other in islice(others, _LOOK_AHEAD):
+        for other in islice(others, LOOK_AHEAD):
             name = other.request_id
             done = max(self.found_tokens(name), self.shared_tokens(name, before))
             yield max(1, other.num_tokens - done)
