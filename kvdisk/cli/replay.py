@@ -97,7 +97,7 @@ def replay(
         raise ConfigError("path is for real runs: with --simulate nothing is written.")
     if not options["simulate"] and options["path"] is None:
         raise ConfigError("path is missing: name a directory to replay on, or add --simulate.")
-    require_writable(json_file, plot_file, write_trace=write_trace)
+    require_writable(json_file, plot_file, write_trace=write_trace, reads=trace)
     job = make_job(
         Options(
             trace=trace,

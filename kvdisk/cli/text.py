@@ -42,10 +42,17 @@ def count_text(count: int, noun: str) -> str:
 
 
 def require_writable(
-    json_file: str | None, plot_file: str | None, *, write_trace: str | None = None
+    json_file: str | None,
+    plot_file: str | None,
+    *,
+    write_trace: str | None = None,
+    reads: str | None = None,
 ) -> None:
-    """A result that cannot be written should not cost a measurement first: ConfigError."""
+    """A result that cannot be written should not cost a measurement first, nor what is read, nor
+    another result: ConfigError.
+    """
     named = (("json", json_file), ("plot", plot_file), ("write-trace", write_trace))
+    taken = {} if reads is None else {Path(reads).resolve(): "what is read"}
     for option, name in named:
         if name is None or (name == "-" and option == "json"):
             continue
@@ -54,6 +61,9 @@ def require_writable(
             raise ConfigError(f"{option}={name}: not a file in an existing directory.")
         if not os.access(file if file.exists() else file.parent, os.W_OK):
             raise ConfigError(f"{option}={name}: this user may not write it.")
+        if file.resolve() in taken:
+            raise ConfigError(f"{option}={name}: that is {taken[file.resolve()]}: name another.")
+        taken[file.resolve()] = f"{option} too"
     if plot_file is not None:
         from kvdisk.bench.plot import require_drawable
 

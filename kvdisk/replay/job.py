@@ -24,6 +24,7 @@ _BLOCK_BYTES_MAX: Final = 1 << 29
 _SHARES: Final = (0.1, 0.25, 0.5)
 _CAPACITY_MIN: Final = 1 << 20
 _SETUPS_MAX: Final = 64
+_PREFILL_RATE_MIN: Final = 1e-3  # tokens a second: with less no answer would fit a clock
 
 Word = TypeVar("Word", bound=str)
 
@@ -114,6 +115,8 @@ def make_job(options: Options) -> ReplayJob:
     load_rate = parse_size(options.load_rate, "load-rate")
     _require_positive("load-rate", load_rate)
     _require_positive("prefill-rate", options.prefill_rate)
+    if options.prefill_rate < _PREFILL_RATE_MIN:
+        raise ConfigError(f"prefill-rate={options.prefill_rate:g}: at least {_PREFILL_RATE_MIN:g}.")
     if options.limit < 0 or options.seed < 0:
         raise ConfigError("limit and seed cannot be negative.")
     given = _capacities(options.capacity)
@@ -121,7 +124,7 @@ def make_job(options: Options) -> ReplayJob:
     trace = _trace(options)
     if trace.references == 0:
         raise ConfigError(f"{trace.source}: no request names a block.")
-    capacities = given or _shares_of(trace.distinct_blocks * geometry.block_bytes)
+    capacities = given or _shares_of(trace.distinct_blocks * geometry.block_bytes, geometry)
     setups = [
         make_setup(capacity, geometry.block_bytes, eviction, admission)
         for capacity in capacities
@@ -223,8 +226,9 @@ def _capacities(text: str | None) -> list[int]:
     return sorted({parse_size(each.strip(), "capacity") for each in text.split(",")})
 
 
-def _shares_of(working_set_bytes: int) -> list[int]:
-    wanted = (round(share * working_set_bytes) for share in _SHARES)
+def _shares_of(working_set_bytes: int, geometry: Geometry) -> list[int]:
+    """At least two blocks: less is no tier."""
+    wanted = (max(round(share * working_set_bytes), 2 * geometry.block_bytes) for share in _SHARES)
     mebibytes = {max(1, -(-each // _CAPACITY_MIN)) for each in wanted}
     return [each * _CAPACITY_MIN for each in sorted(mebibytes)]
 

@@ -273,8 +273,8 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
             "than --prefill-rate to compute it, or cannot keep up with the trace; with "
             "--partial-loads auto a part of it is computed then, as in vLLM"
             if about["partial_loads"] == "off"
-            else "here the first token comes a little later with the tier: what was to come turned "
-            "out otherwise than the planner expected"
+            else "here the first token comes later with the tier: what was to come, or how fast "
+            "the disk is, turned out otherwise than the planner expected"
         )
     if place is not None and not about["verify"]:
         notes.append("what was loaded was not compared (--no-verify)")

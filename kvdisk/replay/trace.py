@@ -169,7 +169,10 @@ def _parse(line: bytes, block_tokens: int) -> Request:
             raise ConfigError(f'"{name}" is missing.')
     timestamp = content["timestamp"]
     if not _is_number(timestamp) or not 0 <= timestamp <= _TIMESTAMP_MS_MAX:
-        raise ConfigError(f'"timestamp" is {_shown(timestamp)}: give milliseconds from 0 on.')
+        raise ConfigError(
+            f'"timestamp" is {_shown(timestamp)}: give milliseconds since the '
+            "trace's beginning, below 10^12."
+        )
     tokens = _count("input_length", content["input_length"], 1)
     ids = _ids(content["hash_ids"])
     blocks = -(-tokens // block_tokens)

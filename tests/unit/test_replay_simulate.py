@@ -255,6 +255,11 @@ MISTAKES = {
     "speed zero": (["--path", "/", "--speed", "0"], 'speed="0"'),
     "speed of a simulation": (["--simulate", "--speed", "2"], "speed is for real runs"),
     "prefill that stands": (["--simulate", "--prefill-rate", "0"], "prefill-rate=0"),
+    "prefill that takes for ever": (["--simulate", "--prefill-rate", "1e-9"], "at least 0.001"),
+    "one file for two results": (
+        ["--simulate", "--json", "/tmp/x.png", "--plot", "/tmp/x.png"],
+        "that is json too",
+    ),
     "prefill that is none": (["--simulate", "--prefill-rate", "nan"], "prefill-rate=nan"),
     "loads that stand": (["--simulate", "--load-rate", "0"], "load-rate=0"),
     "a device of less than a block": (
@@ -280,6 +285,24 @@ def test_mistakes_are_one_line_and_status_2(
     assert told.startswith("kvdisk: error: ")
     assert said in told
     assert captured.out == ""
+
+
+def test_the_trace_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    replay(capsys, "synthetic:documents,requests=9", "--simulate", "--write-trace", str(trace))
+    kept = trace.read_text()
+    (tmp_path / "same").symlink_to(trace)
+    for option in ("--json", "--write-trace"):
+        with pytest.raises(SystemExit) as exit_info:
+            main(["replay", str(trace), "--simulate", option, str(tmp_path / "same")])
+        assert exit_info.value.code == 2
+        assert "that is what is read" in capsys.readouterr().err
+    assert trace.read_text() == kept
+
+
+def test_a_trace_of_few_blocks_needs_no_capacity(capsys: pytest.CaptureFixture[str]) -> None:
+    document, _ = replay(capsys, "synthetic:conversation,requests=2", "--simulate")
+    assert document["runs"]
 
 
 def test_a_setup_has_the_slots_of_a_tier() -> None:
