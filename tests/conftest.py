@@ -5,13 +5,30 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_configure() -> None:
+    """A run that is told to end undoes what its tests have mounted, frozen and limited."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    run = os.getpid()
+
+    def end(number: int, _: object) -> None:
+        if os.getpid() == run:
+            raise KeyboardInterrupt
+        signal.signal(number, signal.SIG_DFL)  # a child that a test has forked
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
