@@ -3,9 +3,8 @@
 One server computes prompts, one request after another, at a constant number of tokens a second.
 Whenever it is free, ``LoadPlanner`` says how much of their hits those load that have arrived, by
 what it is told of each load and each prompt, one step of the server. A part of a hit takes that
-part of its time, and the rest is computed. A request is ready for the server when what
-it loads is there, and its first token comes when the tokens that were not loaded, at least one, are
-computed:
+part of its time, and the rest is computed. A request is ready for the server when what it loads is
+there, and its first token comes when the tokens that were not loaded, at least one, are computed:
 
     ready = end of its load                     start = max(ready, end of the one served before)
     end = start + computed / prefill rate       time to first token = end - arrival
